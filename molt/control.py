@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control routes between roles: HTTP with JSON, long polls, always towards the coordinator.
+
+A `Route` is a path, a request type and a reply type; the server and the client share it, so a
+message can not be read differently on its two ends. Messages are hints: losing one costs a poll,
+never data. Every route is safe to repeat, which is what `Client` does until its deadline when a
+connection breaks.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, Generic, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from molt.records import Fenced, Group, Lease, MoltError, Plan, Publication, Struct, Tensor
+
+Q = TypeVar("Q", bound=Struct)
+R = TypeVar("R", bound=Struct)
+
+POLL_S = 20.0  # one long poll; the asker simply asks again
+RETRY_S = 60.0  # how long a role tries to reach the coordinator before it gives up
+
+
+class Empty(Struct):
+    """A reply or request that says nothing."""
+
+
+class LeaseRequest(Struct):
+    """A runner with room for `free` more rollouts, which holds the leases numbered `holding`."""
+
+    runner: str
+    engine: int
+    free: int
+    holding: tuple[int, ...] = ()
+
+
+class LeaseReply(Struct):
+    leases: tuple[Lease, ...] = ()
+    stop: bool = False
+
+
+class Announce(Struct):
+    """Groups whose shard is published. Repeating an announcement changes nothing."""
+
+    runner: str
+    groups: tuple[Group, ...]
+
+
+class LeaseEndRequest(Struct):
+    """Leases a runner gives back because it stops."""
+
+    runner: str
+    leases: tuple[Lease, ...]
+    reason: str
+
+
+class EngineRequest(Struct):
+    """An engine waits for a publication newer than `version`, which it holds; `error` reports one that failed."""
+
+    engine: int
+    version: int
+    error: str = ""
+    seconds: float = 0.0  # generation stood still for the update to `version`
+
+
+class EngineReply(Struct):
+    publication: Publication | None = None
+
+
+class TrainerStart(Struct):
+    """The trainer holds the weights after `step` and starts a new lineage."""
+
+    step: int
+
+
+class TrainerReply(Struct):
+    lineage: int
+
+
+class PlanRequest(Struct):
+    step: int
+
+
+class PlanReply(Struct):
+    """The plan of a step with the records of its groups, or neither: ask again. `stop` wins."""
+
+    plan: Plan | None = None
+    groups: tuple[Group, ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()  # (version, training step its weights count from)
+    stop: bool = False
+
+
+class PublishRequest(Struct):
+    """The trainer's rank 0 offers the weights after `step`."""
+
+    step: int
+    address: str
+    port: int
+    world: int
+    communicator: str
+    tensors: tuple[Tensor, ...]
+    bucket_bytes: int
+
+
+class PublishReply(Struct):
+    version: int = 0  # 0: not yet (an evaluation holds the weights), ask again
+
+
+class PublishWait(Struct):
+    version: int
+    error: str = ""  # set when the trainer itself could not send
+
+
+class PublishDone(Struct):
+    done: bool = False
+    error: str = ""
+    pause_s: float = 0.0  # longest generation pause among the engines
+
+
+class CheckpointRequest(Struct):
+    step: int
+    path: str
+    version: int
+
+
+class StepRequest(Struct):
+    """Metrics of a trained and published step."""
+
+    step: int
+    version: int
+    metrics: dict[str, float]
+
+
+class StepReply(Struct):
+    """`done` is false while a final evaluation is still running: ask again."""
+
+    done: bool = True
+
+
+class StopRequest(Struct):
+    reason: str
+
+
+class Put(Struct):
+    """A value for the other ranks of a group to find, such as the address of a rendezvous store."""
+
+    key: str
+    value: str
+
+
+class Get(Struct):
+    key: str
+
+
+class Value(Struct):
+    value: str = ""  # empty: not there yet
+
+
+class Status(Struct):
+    """What a person wants to know while the run goes."""
+
+    step: int
+    version: int
+    ready: int
+    leased: int
+    engines: int
+    stopping: bool = False
+
+
+@dataclass(frozen=True)
+class Route(Generic[Q, R]):
+    """One path and the types of its two messages."""
+
+    path: str
+    request: type[Q]
+    reply: type[R]
+
+
+LEASE = Route("/lease", LeaseRequest, LeaseReply)
+LEASE_END = Route("/lease_end", LeaseEndRequest, Empty)
+ANNOUNCE = Route("/announce", Announce, Empty)
+ENGINE = Route("/engine", EngineRequest, EngineReply)
+TRAINER = Route("/trainer", TrainerStart, TrainerReply)
+PLAN = Route("/plan", PlanRequest, PlanReply)
+PUBLISH = Route("/publish", PublishRequest, PublishReply)
+PUBLISHED = Route("/published", PublishWait, PublishDone)
+CHECKPOINT = Route("/checkpoint", CheckpointRequest, Empty)
+STEP = Route("/step", StepRequest, StepReply)
+STOP = Route("/stop", StopRequest, Empty)
+PUT = Route("/put", Put, Empty)
+GET = Route("/get", Get, Value)
+STATUS = Route("/status", Empty, Status)
+
+
+Handler = Callable[[Any], Awaitable[Struct]]
+
+
+def serve(routes: dict[Route[Any, Any], Handler], token: str) -> web.Application:
+    """The aiohttp application that answers `routes` to whoever shows `token`.
+
+    A `Fenced` answers 409, a request that does not parse 400, another of Molt's own errors 422; the
+    text of the answer is the error's line.
+    """
+    app = web.Application(client_max_size=1 << 28)
+    for route, handler in routes.items():
+        app.router.add_post(route.path, _endpoint(route, handler, f"Bearer {token}"))
+    return app
+
+
+def _endpoint(route: Route[Any, Any], handler: Handler, bearer: str) -> Any:
+    decoder = msgspec.json.Decoder(route.request)
+
+    async def endpoint(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != bearer:
+            return web.Response(status=401, text="wrong or missing token: read it from RUN/token")
+        try:
+            reply = await handler(decoder.decode(await request.read()))
+        except Fenced as e:
+            return web.Response(status=409, text=str(e))
+        except msgspec.ValidationError as e:
+            return web.Response(status=400, text=f"{route.path}: {e}")
+        except MoltError as e:
+            return web.Response(status=422, text=str(e))
+        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+    return endpoint
+
+
+class Client:
+    """A role's connection to the coordinator, found through `MOLT_COORDINATOR=host:port` and RUN/token.
+
+    Raises:
+        Fenced: the coordinator knows a newer lease or epoch.
+        MoltError: it refused the request, or could not be reached for `RETRY_S`.
+    """
+
+    def __init__(self, run: Path, address: str | None = None) -> None:
+        self._base = f"http://{address or os.environ['MOLT_COORDINATOR']}"
+        self._headers = {"Authorization": f"Bearer {(run / 'token').read_text().strip()}"}
+        self._http: aiohttp.ClientSession | None = None
+
+    async def call(self, route: Route[Q, R], message: Q, retry_s: float = RETRY_S) -> R:
+        """Send `message`, repeating it while the coordinator cannot be reached, for `retry_s` at most."""
+        self._http = self._http or aiohttp.ClientSession(
+            headers=self._headers, timeout=aiohttp.ClientTimeout(total=POLL_S * 3)
+        )
+        body = msgspec.json.encode(message)
+        deadline = asyncio.get_running_loop().time() + retry_s
+        while True:
+            try:
+                async with self._http.post(self._base + route.path, data=body) as answer:
+                    content = await answer.read()
+                    if answer.status == 200:
+                        return msgspec.json.decode(content, type=route.reply)
+                    error = Fenced if answer.status == 409 else MoltError
+                    raise error(content.decode())
+            except (aiohttp.ClientConnectionError, TimeoutError) as e:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise MoltError(
+                        f"coordinator at {self._base} not reached for {retry_s:.0f} s ({e}): is it alive?"
+                    ) from e
+                await asyncio.sleep(0.2)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._http:
+            await self._http.close()
+
+
+class BlockingClient:
+    """The same for the trainer, whose loop is not asynchronous: one event loop in a daemon thread."""
+
+    def __init__(self, run: Path, address: str | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="control", daemon=True).start()
+        self._client = Client(run, address)
+
+    def call(self, route: Route[Q, R], message: Q, retry_s: float = RETRY_S) -> R:
+        """As `Client.call`, blocking."""
+        return self._run(self._client.call(route, message, retry_s))
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publication from the trainer's side: weights leave rank 0 for every engine, under a new version.
+
+    rank 0   /publish ─▶ version    gather ──▶ buckets ──▶ broadcast    /published ─▶ all engines
+    hold it others                          gather (a collective)
+
+The communicator spans rank 0 and every engine worker; it is built at the first publication and
+kept. The broadcast runs on a thread while rank 0 asks the coordinator how it goes, since a
+collective whose other end died can not say so.
+"""
+
+import secrets
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from molt import control, transfer
+from molt.config import Config
+from molt.records import EngineError, Tensor
+from molt.trainer.policy import Policy
+
+
+class Publisher:
+    """Rank 0 announces and sends; the other ranks take part in the gathers.
+
+    Args:
+        client: to the coordinator, on rank 0; None elsewhere.
+        address: of this host, where engines find the communicator's store.
+    """
+
+    def __init__(self, config: Config, client: control.BlockingClient | None, address: str) -> None:
+        self._config, self._client, self._address = config, client, address
+        self._manifest: tuple[Tensor, ...] = ()
+        self._communicator: transfer.Communicator | None = None
+        self._store: dist.TCPStore | None = None
+        self._name = secrets.token_hex(8)
+        self._thread = ThreadPoolExecutor(1, "publish")
+
+    def publish(self, policy: Policy, step: int) -> tuple[int, dict[str, float]]:
+        """Send the weights after `step` to every engine. Collective.
+
+        Returns:
+            The version (0 on other ranks) and its timings in seconds.
+
+        Raises:
+            EngineError: an engine failed or was late; the message names it.
+        """
+        if not self._manifest:
+            self._manifest = transfer.describe(policy.weights())
+        began = time.monotonic()
+        if self._client is None:
+            for _ in policy.weights():
+                pass
+            return 0, {}
+        version = self._begin(self._client, step)
+        sending = self._thread.submit(self._send, policy)
+        done = self._wait(self._client, version, sending)
+        return version, {"time/publish_s": time.monotonic() - began, "time/pause_s": done.pause_s}
+
+    def close(self) -> None:
+        """Leave the communicator."""
+        self._thread.shutdown()
+        self._communicator = self._store = None
+
+    def _begin(self, client: control.BlockingClient, step: int) -> int:
+        """Announce; the answer comes when no evaluation holds the weights any more."""
+        self._store = self._store or transfer.host(self._address, self._config.engine.update_s)
+        request = control.PublishRequest(
+            step=step,
+            address=self._address,
+            port=self._store.port,
+            world=1 + num_workers(self._config),
+            communicator=self._name,
+            tensors=self._manifest,
+            bucket_bytes=self._config.trainer.bucket_bytes,
+        )
+        while not (version := client.call(control.PUBLISH, request).version):
+            pass
+        return version
+
+    def _send(self, policy: Policy) -> None:
+        if self._communicator is None:
+            assert self._store is not None
+            self._communicator = transfer.Communicator(
+                self._store,
+                self._name,
+                rank=0,
+                world=1 + num_workers(self._config),
+                device=policy.device,
+                timeout_s=self._config.engine.update_s,
+            )
+        self._communicator.send(policy.weights(), self._config.trainer.bucket_bytes)
+
+    def _wait(
+        self, client: control.BlockingClient, version: int, sending: "Future[None]"
+    ) -> control.PublishDone:
+        """Until every engine has acknowledged `version`; a failure to send is told to the coordinator."""
+        error = ""
+        while True:
+            if sending.done() and sending.exception():
+                error = f"trainer: {sending.exception()}"
+            done = client.call(control.PUBLISHED, control.PublishWait(version=version, error=error))
+            if done.error:
+                raise EngineError(f"publication of version {version} failed: {done.error}")
+            if done.done:
+                sending.result()
+                return done
+
+
+def num_workers(config: Config) -> int:
+    """Engine workers that receive weights."""
+    vllm = config.engine.vllm
+    parallel = vllm.get("tensor_parallel_size", 1) * vllm.get("pipeline_parallel_size", 1)
+    return config.engine.count * int(parallel)

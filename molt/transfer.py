@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight communicator: one broadcast group of the trainer's rank 0 and every engine worker.
+
+Both ends run this file. The trainer opens a store (`host`), tells everyone its address and port in
+a `Publication`, and both ends build a `Communicator`: gloo on CPUs, NCCL on GPUs. Weights cross it
+as one byte stream in the order of the publication's tensors: each tensor starts at a multiple of
+`ALIGN`, and the stream is cut into buckets, so small tensors share one broadcast and large ones
+span several. After the data comes one checksum a tensor, of its bytes, name, dtype and shape; a
+difference names the tensor.
+
+Every wait has the communicator's deadline. After a failure a communicator is unusable: build a new
+one under a new name.
+"""
+
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from molt import records
+from molt.records import EngineError
+
+ALIGN = 16  # bytes: a multiple of every dtype's size
+CHUNK = 1 << 18  # int64 words summed at once by the checksum: bounds its temporaries to 2 MiB
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so multiplying by it loses nothing
+
+
+def host(address: str, timeout_s: float) -> dist.TCPStore:
+    """Open the store that the ranks meet in, on a free port (`.port`) of `address`."""
+    return dist.TCPStore(
+        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def join(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Reach the trainer's store."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return dist.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise EngineError(
+            f"no trainer at {address}:{port} for {timeout_s:g} s: {_line(error)}"
+        ) from error
+
+
+def describe(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[records.Tensor, ...]:
+    """The tensors of a publication, as its record lists them."""
+    return tuple(_describe(name, tensor) for name, tensor in weights)
+
+
+def checksum(flat: torch.Tensor) -> torch.Tensor:
+    """Σ wordᵢ·(2i+1) mod 2⁶⁴, chunk by chunk. It sees every single changed word, and swaps.
+
+    Args:
+        flat: [n] uint8, n a multiple of 8.
+
+    Returns:
+        A scalar int64 tensor on the same device.
+    """
+    words = flat.view(torch.int64)
+    num_odd = min(CHUNK, words.numel())
+    odd = torch.arange(1, 2 * num_odd + 1, 2, dtype=torch.int64, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for chunk in words.split(CHUNK):
+        total = total * MIX + (chunk * odd[: chunk.numel()]).sum()
+    return total
+
+
+class Communicator:
+    """One rank of the group that weights are broadcast over, from rank 0.
+
+    Building it waits for all ranks.
+
+    Args:
+        store: what `host` or `join` returned.
+        name: of this communicator; never reused on one store.
+        rank: 0 for the trainer, engine workers from 1.
+        world: ranks in all.
+        device: where the weights lie: "cpu" (gloo) or a CUDA device (NCCL).
+        timeout_s: deadline of the meeting and of every broadcast.
+
+    Raises:
+        EngineError: not every rank came in time.
+    """
+
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        name: str,
+        rank: int,
+        world: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.device = device
+        self.timeout_s = timeout_s
+        self._store = store
+        try:
+            self._group = _group(store, name, rank, world, device, timeout_s)
+        except RuntimeError as error:
+            raise EngineError(
+                f"not all {world} ranks of communicator {name} met within {timeout_s:g} s "
+                f"(rank {rank} did): {_line(error)}"
+            ) from error
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> None:
+        """Broadcast `weights` (full tensors, HF names), in the order of the publication.
+
+        The iterable is exhausted even when a broadcast fails, because producing it is a collective
+        of the trainer's ranks; the failure is raised afterwards.
+
+        Raises:
+            EngineError: a broadcast failed or did not end in time.
+        """
+        bucket = torch.zeros(_bucket_size(bucket_bytes), dtype=torch.uint8, device=self.device)
+        used, sums, failure = 0, [], None
+        for name, tensor in weights:
+            if failure:
+                continue
+            flat = _padded(tensor.detach().to(self.device))
+            sums.append(checksum(flat) + _label(_describe(name, tensor)))
+            while len(flat) and not failure:
+                part, flat = flat[: len(bucket) - used], flat[len(bucket) - used :]
+                bucket[used : used + len(part)] = part
+                used += len(part)
+                if used == len(bucket):
+                    failure, used = self._try_broadcast(bucket), 0
+        if used and not failure:
+            failure = self._try_broadcast(bucket[:used])
+        if not failure:
+            failure = self._try_broadcast(_stack(sums, self.device))
+        if failure:
+            raise failure
+
+    def receive(
+        self, tensors: Sequence[records.Tensor], bucket_bytes: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that rank 0 sends, each in memory of its own; then compare checksums.
+
+        Raises:
+            EngineError: a broadcast failed or was late, or a tensor is not what was sent.
+        """
+        left = sum(_padded_bytes(tensor) for tensor in tensors)
+        bucket = torch.empty(_bucket_size(bucket_bytes), dtype=torch.uint8, device=self.device)
+        full, used, sums = 0, 0, []
+        for tensor in tensors:
+            flat = torch.empty(_padded_bytes(tensor), dtype=torch.uint8, device=self.device)
+            filled = 0
+            while filled < len(flat):
+                if used == full:
+                    full, used = min(len(bucket), left), 0
+                    left -= full
+                    self.broadcast(bucket[:full])
+                part = min(len(flat) - filled, full - used)
+                flat[filled : filled + part] = bucket[used : used + part]
+                filled, used = filled + part, used + part
+            sums.append(checksum(flat) + _label(tensor))
+            yield tensor.name, _shaped(flat, tensor)
+        self._compare(tensors, _stack(sums, self.device))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill `tensor` with rank 0's, within the deadline.
+
+        Raises:
+            EngineError: it failed or did not end in time; the communicator is then unusable.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            work = self._group.broadcast([tensor], options)
+            if self.device.type == "cpu":
+                work.wait()
+            else:
+                self._wait(work)
+        except RuntimeError as error:
+            raise EngineError(
+                f"a weight broadcast failed on rank {self.rank}: {_line(error)}"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the group: a rank that waits for this one fails now. Safe after a failure."""
+        self._group.abort()
+        del self._group  # gloo closes its connections here, NCCL closed its own above
+
+    def _try_broadcast(self, tensor: torch.Tensor) -> EngineError | None:
+        """`broadcast`, with its error as a value."""
+        try:
+            self.broadcast(tensor)
+        except EngineError as error:
+            return error
+        return None
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait on the host: a NCCL kernel whose peer died never ends, nor would `work.wait`."""
+        deadline = time.monotonic() + self.timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError(f"no answer for {self.timeout_s:g} s")
+            time.sleep(0.0005)
+
+    def _compare(self, tensors: Sequence[records.Tensor], mine: torch.Tensor) -> None:
+        """Receive rank 0's checksums and name the first tensor that differs."""
+        sent = torch.empty_like(mine)
+        self.broadcast(sent)
+        wrong = (sent != mine).nonzero().flatten().tolist()
+        if wrong:
+            raise EngineError(
+                f"{len(wrong)} of {len(tensors)} tensors arrived changed, first "
+                f"{tensors[wrong[0]].name}: the trainer sent other tensors than it announced, "
+                "or the network corrupts data"
+            )
+
+
+def _group(
+    store: dist.TCPStore, name: str, rank: int, world: int, device: torch.device, timeout_s: float
+) -> Any:
+    """Build the process group, whose classes torch's stubs know only in part."""
+    prefix, timeout = dist.PrefixStore(name, store), timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        # The address that routes to the trainer: a host's own name often does not resolve.
+        options._devices = [gloo.create_device(hostname=_own_address(store))]
+        options._timeout = timeout
+        return gloo(prefix, rank, world, options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = (
+        2 * timeout
+    )  # torch's watchdog ends the process: let our own deadline come first
+    with torch.cuda.device(device):
+        return dist.ProcessGroupNCCL(prefix, rank, world, options)
+
+
+def _own_address(store: dist.TCPStore) -> str:
+    """Address of the interface through which this host reaches the store."""
+    # Connecting a UDP socket chooses a route and sends nothing.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store.host, store.port))
+        return probe.getsockname()[0]
+
+
+def _describe(name: str, tensor: torch.Tensor) -> records.Tensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return records.Tensor(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+
+def _label(tensor: records.Tensor) -> int:
+    """An int64 of what a tensor is called and how its bytes are read."""
+    text = f"{tensor.name} {tensor.dtype} {tensor.shape}"
+    return int.from_bytes(xxhash.xxh3_64_digest(text.encode()), "big", signed=True)
+
+
+def _bucket_size(bucket_bytes: int) -> int:
+    return max(bucket_bytes // ALIGN, 1) * ALIGN
+
+
+def _numel(tensor: records.Tensor) -> int:
+    return torch.Size(tensor.shape).numel()
+
+
+def _padded_bytes(tensor: records.Tensor) -> int:
+    size = _numel(tensor) * getattr(torch, tensor.dtype).itemsize
+    return -(-size // ALIGN) * ALIGN
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor`, [n] uint8, then zeros up to a multiple of `ALIGN`."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    missing = -len(flat) % ALIGN
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+
+
+def _shaped(flat: torch.Tensor, tensor: records.Tensor) -> torch.Tensor:
+    dtype = getattr(torch, tensor.dtype)
+    return flat.view(dtype)[: _numel(tensor)].view(tensor.shape)
+
+
+def _stack(sums: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a torch error: the rest is a C++ stack."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
