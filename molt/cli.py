@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line. Everything is imported where it is used, so that help and inspection start at once."""
+"""The command line. Imports stand where they are used: help and inspection start at once."""
 
 import argparse
 import sys

@@ -125,9 +125,8 @@ class Trainer(Section):
     bucket_bytes: int = Field(default=1 << 28, gt=0)  # of a publication
     automodel: dict[str, Any] = {}
     gate: bool = True  # the start-up checks of agreement
-    gate_tolerance: float = Field(
-        default=0.02, gt=0
-    )  # largest |mean difference of log-probabilities| allowed
+    # bfloat16: mean |Δ| of log-probabilities may be this; float32: the largest one a 20th of it
+    gate_tolerance: float = Field(default=0.02, gt=0)
 
 
 class Algo(Section):

@@ -23,6 +23,7 @@ from molt.records import Fenced, Group, Lease, MoltError, Plan, Publication, Str
 
 Q = TypeVar("Q", bound=Struct)
 R = TypeVar("R", bound=Struct)
+T = TypeVar("T")
 
 POLL_S = 20.0  # one long poll; the asker simply asks again
 RETRY_S = 60.0  # how long a role tries to reach the coordinator before it gives up
@@ -42,6 +43,8 @@ class LeaseRequest(Struct):
 
 
 class LeaseReply(Struct):
+    """Leases to work on, which may be none: ask again. `stop`: finish and leave."""
+
     leases: tuple[Lease, ...] = ()
     stop: bool = False
 
@@ -62,7 +65,7 @@ class LeaseEndRequest(Struct):
 
 
 class EngineRequest(Struct):
-    """An engine waits for a publication newer than `version`, which it holds; `error` reports one that failed."""
+    """An engine holds `version` and waits for a newer one; `error` says what failed it."""
 
     engine: int
     version: int
@@ -71,6 +74,8 @@ class EngineRequest(Struct):
 
 
 class EngineReply(Struct):
+    """The publication to join at once, or none yet: ask again."""
+
     publication: Publication | None = None
 
 
@@ -81,10 +86,14 @@ class TrainerStart(Struct):
 
 
 class TrainerReply(Struct):
+    """A lineage that no trainer had before; the restart is in the journal."""
+
     lineage: int
 
 
 class PlanRequest(Struct):
+    """The trainer wants the groups of `step`. A plan is cut once: asking again gives the same."""
+
     step: int
 
 
@@ -110,21 +119,29 @@ class PublishRequest(Struct):
 
 
 class PublishReply(Struct):
+    """The number of the publication, which the engines now join. No other ever has it."""
+
     version: int = 0  # 0: not yet (an evaluation holds the weights), ask again
 
 
 class PublishWait(Struct):
+    """The trainer waits for the end of the publication of `version`."""
+
     version: int
     error: str = ""  # set when the trainer itself could not send
 
 
 class PublishDone(Struct):
+    """`done` without `error`: every engine holds the version. Not `done`: ask again."""
+
     done: bool = False
     error: str = ""
     pause_s: float = 0.0  # longest generation pause among the engines
 
 
 class CheckpointRequest(Struct):
+    """A checkpoint is complete and durable; groups that no restore can need are forgotten."""
+
     step: int
     path: str
     version: int
@@ -145,6 +162,8 @@ class StepReply(Struct):
 
 
 class StopRequest(Struct):
+    """Every role shall finish what it must and leave; their next answers say so."""
+
     reason: str
 
 
@@ -156,10 +175,14 @@ class Put(Struct):
 
 
 class Get(Struct):
+    """Wait for the value of `key`."""
+
     key: str
 
 
 class Value(Struct):
+    """What was put last under the key, or nothing yet: ask again."""
+
     value: str = ""  # empty: not there yet
 
 
@@ -234,7 +257,7 @@ def _endpoint(route: Route[Any, Any], handler: Handler, bearer: str) -> Any:
 
 
 class Client:
-    """A role's connection to the coordinator, found through `MOLT_COORDINATOR=host:port` and RUN/token.
+    """A role's connection to the coordinator at `MOLT_COORDINATOR=host:port`, with RUN/token.
 
     Raises:
         Fenced: the coordinator knows a newer lease or epoch.
@@ -247,7 +270,7 @@ class Client:
         self._http: aiohttp.ClientSession | None = None
 
     async def call(self, route: Route[Q, R], message: Q, retry_s: float = RETRY_S) -> R:
-        """Send `message`, repeating it while the coordinator cannot be reached, for `retry_s` at most."""
+        """Send `message`; repeat it for at most `retry_s` while the coordinator is not reached."""
         self._http = self._http or aiohttp.ClientSession(
             headers=self._headers, timeout=aiohttp.ClientTimeout(total=POLL_S * 3)
         )
@@ -264,7 +287,8 @@ class Client:
             except (aiohttp.ClientConnectionError, TimeoutError) as e:
                 if asyncio.get_running_loop().time() > deadline:
                     raise MoltError(
-                        f"coordinator at {self._base} not reached for {retry_s:.0f} s ({e}): is it alive?"
+                        f"coordinator at {self._base} not reached for {retry_s:.0f} s ({e}): "
+                        "is it alive?"
                     ) from e
                 await asyncio.sleep(0.2)
 
@@ -275,7 +299,7 @@ class Client:
 
 
 class BlockingClient:
-    """The same for the trainer, whose loop is not asynchronous: one event loop in a daemon thread."""
+    """The same for the trainer, blocking: its event loop runs in a daemon thread."""
 
     def __init__(self, run: Path, address: str | None = None) -> None:
         self._loop = asyncio.new_event_loop()
@@ -291,5 +315,5 @@ class BlockingClient:
         self._run(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

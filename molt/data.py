@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts: rows with a prompt and perhaps a label, from a file or a Python source, in a reproducible order.
+"""Prompts: rows with a prompt and perhaps a label, from a file or Python, in a reproducible order.
 
 The order is a pure function of (seed, epoch, index), so the data cursor of a run is one integer:
 prompt g of the endless stream is row `row_of(seed, g, n)`.
@@ -71,7 +71,7 @@ def _read(path: Path) -> list[Row]:
     try:
         if path.suffix == ".parquet":
             return pq.read_table(path).to_pylist()
-        with pa.OSFile(str(path)) as f:
+        with pa.OSFile(str(path), "r") as f:
             return pa.ipc.open_file(f).read_all().to_pylist()
     except pa.ArrowInvalid as e:
         raise ConfigError(f"{path} is neither JSONL, Parquet nor an Arrow file: {e}") from e

@@ -45,6 +45,7 @@ METRICS: dict[str, Metric] = {
     "time/wait_s": Metric("s", "≈ 0 if trainer-bound", "the trainer waited for a plan"),
     "time/train_s": Metric("s", "steady", "reading, packing, forward, backward and update"),
     "time/publish_s": Metric("s", "≪ time/step_s", "new weights to every engine"),
+    "time/pause_s": Metric("s", "≪ time/step_s", "longest standstill of an engine for new weights"),
     "throughput/train_tokens_per_s": Metric(
         "tokens/s", "steady", "tokens trained on, prompts included"
     ),

@@ -67,7 +67,7 @@ class Where(Struct):
 
 
 class Segment(Struct):
-    """One row of a group's record batch, as far as planning and packing need it without the file."""
+    """One row of a group's record batch: what planning and packing need without the file."""
 
     rollout: int  # index in the group
     tokens: int
@@ -87,7 +87,7 @@ class Epoch(Struct, tag="epoch"):
 
 
 class Lease(Struct, tag="lease"):
-    """Permission to produce one group. `lease` strictly increases over the run; only the newest counts."""
+    """Permission to produce one group. `lease` increases over the run; only the newest counts."""
 
     lease: int
     group: int
@@ -105,21 +105,25 @@ class LeaseEnd(Struct, tag="lease_end"):
     reason: str
 
 
+GroupStatus = Literal["ready", "filtered", "failed"]
+
+
 class Group(Struct, tag="group"):
-    """A group on disk. `dropped` groups are on disk too, with their reason, and are never planned."""
+    """A group on disk. One that was dropped is there too, with its reason, and is never planned."""
 
     lease: int
     group: int
     prompt: int
     where: Where
     task: str = TRAIN
-    status: Literal["ready", "filtered", "failed"] = "ready"
+    status: GroupStatus = "ready"
     reason: str = ""
     rewards: tuple[float | None, ...] = ()  # one a rollout; None = unscorable, never zero
     truncated: int = 0  # rollouts cut by a token limit
     segments: tuple[Segment, ...] = ()
     version_min: int = 0  # oldest and newest weights that sampled a token of it
     version_max: int = 0
+    replay_miss: int = 0  # resumed sessions of it that diverged from their record
     seconds: float = 0.0  # of the longest rollout
 
 
@@ -139,7 +143,7 @@ class PublishBegin(Struct, tag="publish_begin"):
 
 
 class PublishEnd(Struct, tag="publish_end"):
-    """Every engine holds `version` (`ok`), or none may be trusted to (`reason` names the culprit)."""
+    """Every engine holds `version` (`ok`), or none is trusted to (`reason` names the culprit)."""
 
     version: int
     ok: bool = True
@@ -155,7 +159,7 @@ class Checkpoint(Struct, tag="checkpoint"):
 
 
 class Restore(Struct, tag="restore"):
-    """The trainer starts from `step` (0 = the initial weights) on a new lineage, forked at `version`."""
+    """The trainer starts from `step` (0: initial weights) on a new lineage, forked at `version`."""
 
     step: int
     lineage: int

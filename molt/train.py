@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`molt train`: resolve, make or resume the run directory, launch the roles, show progress, say how it ended.
+"""`molt train`: make or resume the run directory, launch the roles, show progress, report the end.
 
 Resuming is the same command on the same directory. What would make the old groups mean something
 else (model, data, seed, group size) is refused; other values may change and are written to the
@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,21 @@ def train(path: Path, overrides: list[str], run_dir: str | None) -> int:
     config = load(path, overrides, run_dir)
     check(config)
     run = open_or_create(config)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if (done := finished_steps(run)) >= config.trainer.steps:
         console.print(
             f"{run.path} has trained {done} steps already: raise trainer.steps to extend it"
         )
         return 0
-    make_model(config, console)
     logs = run.attempt_dir()
     publish_file(logs / CONFIG, dump(config))
+    make_model(config, logs, console)
     console.print(f"run {run.path}, logs {logs}")
     launcher = Local(run.path, config, logs, lambda address: ask_to_stop(run.path, address))
     with Progress(run.metrics, config.trainer.steps, console):
         outcome = asyncio.run(launcher.run())
     if outcome.message:
-        console.print(outcome.message, markup=False)
+        console.print(outcome.message, markup=False, soft_wrap=True)
     elif outcome.status == INTERRUPTED:
         console.print("stopped; the same command resumes")
     else:
@@ -73,8 +74,8 @@ def open_or_create(config: Config) -> RunDir:
         old, new = _value(before, key), _value(config, key)
         if old != new:
             raise ConfigError(
-                f"{path} was started with {key} = {old!r}, not {new!r}: its groups would mean something "
-                "else; keep the value or choose another run.dir"
+                f"{path} was started with {key} = {old!r}, not {new!r}: its groups would mean "
+                "something else; keep the value or choose another run.dir"
             )
     return run
 
@@ -92,24 +93,30 @@ def finished_steps(run: RunDir) -> int:
     return int(json.loads(markers[-1].read_bytes())["step"]) if markers else 0
 
 
-def make_model(config: Config, console: Console) -> None:
+def make_model(config: Config, logs: Path, console: Console) -> None:
     """Build `model.path` with its recipe when it does not exist, in a process of its own."""
     if Path(config.model.path).exists():
         return
-    console.print(f"making {config.model.path} with {config.model.recipe}")
+    log = logs / "recipe.log"
+    began = time.monotonic()
+    console.print(f"making {config.model.path} with {config.model.recipe} …", soft_wrap=True)
     code = (
         "import sys; from molt.config import load_resolved; from molt.data import resolve;"
         "model = load_resolved(sys.argv[1]).model;"
         "resolve(model.recipe)(model.path, **model.recipe_args)"
     )
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(Path(config.run.dir) / "config.json")],
-        env=environment,
-        check=False,
-    )
+    with log.open("ab") as output:
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(logs / CONFIG)],
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
     if result.returncode:
-        raise MoltError(f"{config.model.recipe} ended with status {result.returncode}: see above")
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise MoltError(f"{config.model.recipe} failed: {last}; see {log}")
+    console.print(f"made in {time.monotonic() - began:.0f} s")
 
 
 def ask_to_stop(run: Path, address: str) -> None:

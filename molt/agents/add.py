@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`add`: one turn, the sum of two digits. Its prompts, its environment and its noisy demonstrations."""
+"""`add`: one turn, the sum of two digits. Its prompts, environment and noisy demonstrations."""
 
 import random
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def prompts() -> list[dict[str, Any]]:
 
 
 def demonstrations(seed: int, num: int) -> Iterator[dict[str, Any]]:
-    """`num` conversations of a demonstrator that is right in 40 of 100 and near the sum otherwise."""
+    """`num` conversations of a demonstrator: right in 40 of 100, near the sum otherwise."""
     rng = random.Random(seed)
     for _ in range(num):
         a, b = rng.randrange(10), rng.randrange(10)

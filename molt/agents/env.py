@@ -20,8 +20,7 @@ class Result:
 
     Attributes:
         reward: adds to the rollout's reward. None means "not scored here"; a rollout that no turn
-        scored
-            is unscorable and is left out of every mean.
+            scored is unscorable and is left out of every mean.
         observation: the next user message (or messages); None ends the rollout.
         metrics: numbers to record beside the reward.
     """
@@ -37,7 +36,7 @@ class Env:
     def reset(
         self, prompt: Any, label: Any
     ) -> str | list[Message] | Awaitable[str | list[Message]]:
-        """The first user message (or messages) for one row of the data. Default: the prompt as it is."""
+        """The first user message (or messages) for one row of the data; by default the prompt."""
         return prompt
 
     def step(self, action: str) -> Result | Awaitable[Result]:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from molt.agents.env import Env, Result
+from molt.agents.env import Env, Message, Result
 
 TURNS = 3
 
@@ -44,7 +44,8 @@ def demonstrations(seed: int, num: int) -> Iterator[dict[str, Any]]:
     """`num` games of a demonstrator that forgets all it was told in 40 of 100 guesses."""
     rng = random.Random(seed)
     for _ in range(num):
-        env, messages = Guess(), [{"role": "user", "content": "1-6?"}]
+        env = Guess()
+        messages: list[Message] = [{"role": "user", "content": "1-6?"}]
         env.reset("1-6?", rng.randrange(1, 7))
         low, high = 1, 6
         while True:

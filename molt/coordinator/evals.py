@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations under way: outside the lag bound, never planned, scored under the version they were made with.
+"""Evaluations under way: outside the lag bound, never planned, scored under the version they used.
 
 An evaluation is due after the publication of step 0, of every `every`-th step and of the last one.
 Its prompts are leased before any training prompt. Nothing here is durable: a coordinator that

@@ -39,7 +39,7 @@ def room(state: State, rules: Rules) -> int:
 
 
 def train_leases(state: State, rules: Rules, num: int, runner: str, version: int) -> list[Lease]:
-    """The next `num` leases for a runner whose engine holds `version`: what came back, then the cursor."""
+    """The next `num` leases for an engine that holds `version`: what came back, then the cursor."""
     again = sorted(state.returned)[:num]
     fresh = range(state.cursor, state.cursor + num - len(again))
     return [

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator process: answers the control routes, journals every effect before it answers.
 
-    runner   /lease  ──▶ pool.room, train_leases ──▶ Lease        trainer  /plan      ──▶ cut_plan
-    ──▶ Plan
-             /announce ─▶ Group                                            /publish   ──▶ PublishBegin
-    engine   /engine ──▶ the publication to join, its ack                  /published ──▶ PublishEnd
-                                                                           /step, /checkpoint, /trainer
+    runner   /lease     ─▶ evals.leases, pool.train_leases ─▶ Lease
+             /announce  ─▶ Group
+    engine   /engine    ─▶ what it holds, and the publication to join
+    trainer  /plan      ─▶ pool.cut_plan ─▶ Plan
+             /publish   ─▶ PublishBegin, /published ─▶ PublishEnd
+             /step, /checkpoint, /trainer
 
 Handlers run on one event loop, so the state needs no lock. `commit` folds a record at once and
 resolves when a batch holding it is fsynced; nothing is answered before that.
@@ -25,16 +26,17 @@ from molt import control as c
 from molt.config import Config
 from molt.coordinator import pool
 from molt.coordinator.evals import Evaluations
+from molt.coordinator.publication import Publications
 from molt.coordinator.state import State
 from molt.data import load_prompts
 from molt.records import (
     TRAIN,
     Checkpoint,
+    Fenced,
     Group,
     Lease,
     LeaseEnd,
     MoltError,
-    Publication,
     PublishBegin,
     PublishEnd,
     Record,
@@ -52,6 +54,7 @@ class Coordinator:
     def __init__(self, run: RunDir, config: Config, state: State, journal: Journal) -> None:
         self.run, self.config, self.state = run, config, state
         self.evals = Evaluations(config)
+        self.publications = Publications(config.engine.count, config.engine.update_s)
         self.rules = pool.Rules(
             groups=config.trainer.groups,
             max_lag=config.pool.max_lag,
@@ -70,28 +73,26 @@ class Coordinator:
         self._durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._durable.set_result(None)  # of the newest batch; nothing is pending yet
         self._values: dict[str, str] = {}
-        self._publication: Publication | None = None
-        self._publish_error = ""
-        self._publish_deadline = 0.0
-        self._held: dict[int, int] = {}  # engine → version it has acknowledged
-        self._pauses: dict[int, float] = {}  # engine → seconds of its last pause
         self._rollout_tokens, self._tokens_since = 0, time.monotonic()
 
     # ------------------------------------------------------------ journal
 
     async def commit(self, *records: Record) -> None:
-        """Fold `records`, and wait until they are durable. A fenced one raises and is not journalled."""
+        """Fold `records`, and wait until all that was folded is durable."""
         for record in records:
-            self.state.apply(record)
-            if not self._pending:
-                self._durable = asyncio.get_running_loop().create_future()
-            self._pending.append(record)
-        if records:
-            self._notify()
+            self._fold(record)
         await asyncio.shield(self._durable)
 
+    def _fold(self, record: Record) -> None:
+        """Change the state and queue the record for the journal; a fenced one raises instead."""
+        self.state.apply(record)
+        if not self._pending:
+            self._durable = asyncio.get_running_loop().create_future()
+        self._pending.append(record)
+        self._notify()
+
     async def write_journal(self) -> None:
-        """Write what was committed, one fsync for all that gathered meanwhile; runs until cancelled."""
+        """Write what was folded, one fsync for all that gathered meanwhile, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await self._until(lambda: bool(self._pending), c.POLL_S)
@@ -121,7 +122,7 @@ class Coordinator:
     # ------------------------------------------------------------ runners
 
     async def lease(self, q: c.LeaseRequest) -> c.LeaseReply:
-        """Leases for a runner whose engine holds published weights: evaluations first, then the pool."""
+        """Leases for a runner whose engine holds published weights; evaluations come first."""
         num = q.free // self.config.sampling.num_samples
         leases = [
             x
@@ -132,7 +133,7 @@ class Coordinator:
             return c.LeaseReply(leases=tuple(leases))
 
         def grant() -> bool:
-            held = self._held.get(q.engine, 0)
+            held = self.publications.held.get(q.engine, 0)
             if not self.stopping and held >= self.state.version > 0:
                 leases.extend(self._grant(num, held, q.runner))
             return bool(leases) or self.stopping
@@ -150,18 +151,35 @@ class Coordinator:
         return pool.train_leases(state, self.rules, min(num, share), runner, held)
 
     async def announce(self, q: c.Announce) -> c.Empty:
-        """Journal finished groups. One that was announced before is not journalled again."""
-        fresh = [g for g in q.groups if not self._known(g)]
-        await self.commit(*fresh)
+        """Journal finished groups. One that was announced before is not journalled again.
+
+        Raises:
+            Fenced: some belong to leases that are not current; the others are journalled.
+        """
+        fresh: list[Group] = []
+        fenced: list[str] = []
+        for group in q.groups:
+            if self._known(group):
+                continue
+            try:
+                self._fold(group)
+            except Fenced as e:
+                fenced.append(str(e))
+            else:
+                fresh.append(group)
+        await self.commit()
         for group in fresh:
-            self._rollout_tokens += sum(s.tokens for s in group.segments)
+            self._rollout_tokens += sum(s.actions for s in group.segments)
             if group.task != TRAIN:
                 self.evals.finished(group)
         if self.state.failures >= self.config.agent.max_failures:
             self._fail(
-                f"{self.state.failures} groups failed in a row, the last with: {self.state.last_failure}"
+                f"{self.state.failures} groups failed in a row, "
+                f"the last with: {self.state.last_failure}"
             )
         self._notify()
+        if fenced:
+            raise Fenced("; ".join(fenced))
         return c.Empty()
 
     def _known(self, group: Group) -> bool:
@@ -180,16 +198,10 @@ class Coordinator:
 
     async def engine(self, q: c.EngineRequest) -> c.EngineReply:
         """An engine's acknowledgement, and the next publication for it."""
-        if q.error:
-            self._publish_error = f"engine {q.engine}: {q.error}"
-        self._held[q.engine], self._pauses[q.engine] = q.version, q.seconds
+        self.publications.acknowledge(q)
         self._notify()
-
-        def waiting() -> bool:
-            return self._publication is not None and self._publication.version > q.version
-
-        await self._until(waiting, c.POLL_S)
-        return c.EngineReply(publication=self._publication if waiting() else None)
+        await self._until(lambda: self.publications.offer(q.version) is not None, c.POLL_S)
+        return c.EngineReply(publication=self.publications.offer(q.version))
 
     # ------------------------------------------------------------ trainer
 
@@ -198,8 +210,8 @@ class Coordinator:
         lineage = self.state.lineage + 1
         if q.step > self.state.last_plan:
             raise MoltError(
-                f"the checkpoint is of step {q.step}, the journal knows {self.state.last_plan} plans: "
-                "checkpoint and journal are not of one run"
+                f"the checkpoint is of step {q.step}, the journal knows {self.state.last_plan} "
+                "plans: checkpoint and journal are not of one run"
             )
         await self.commit(Restore(step=q.step, lineage=lineage, version=self.state.version))
         return c.TrainerReply(lineage=lineage)
@@ -228,59 +240,41 @@ class Coordinator:
         return c.PlanReply(plan=plan, groups=groups, steps=steps)
 
     async def publish(self, q: c.PublishRequest) -> c.PublishReply:
-        """Begin a publication, once no evaluation holds the weights."""
-        engines = self.config.engine
+        """Begin a publication, once every engine is there and no evaluation holds the weights."""
         free = await self._until(
-            lambda: len(self._held) >= engines.count and not self.evals.holding, c.POLL_S
+            lambda: self.publications.complete and (self.stopping or not self.evals.holding),
+            c.POLL_S,
         )
         if not free:
             return c.PublishReply()
         begun = self.state.publishing
-        if begun is None or self._publication is None:
+        if begun is None or self.publications.current is None:
             begun = PublishBegin(
                 version=self.state.next_version, step=q.step, lineage=self.state.lineage
             )
             await self.commit(begun)
-            self._publish_error, self._publish_deadline = "", time.monotonic() + engines.update_s
-            self._publication = Publication(
-                version=begun.version,
-                step=q.step,
-                address=q.address,
-                port=q.port,
-                world=q.world,
-                communicator=q.communicator,
-                tensors=q.tensors,
-                bucket_bytes=q.bucket_bytes,
-            )
+            self.publications.begin(begun.version, q)
             self._notify()
         return c.PublishReply(version=begun.version)
 
     async def published(self, q: c.PublishWait) -> c.PublishDone:
-        """Wait until every engine has acknowledged, or one of them, the trainer or the clock has not."""
-
-        def missing() -> list[int]:
-            return [i for i, version in self._held.items() if version < q.version]
-
-        if self.state.version != q.version:
-            self._publish_error = q.error or self._publish_error
-            await self._until(lambda: not missing() or bool(self._publish_error), c.POLL_S)
-            if missing() and time.monotonic() > self._publish_deadline:
-                self._publish_error = (
-                    f"engines {missing()} did not acknowledge version {q.version} in time"
-                )
-            if missing() and not self._publish_error:
-                return c.PublishDone()
-            await self._end_publication(q.version, self._publish_error)
-        return c.PublishDone(
-            done=True, error=self._publish_error, pause_s=max(self._pauses.values(), default=0.0)
-        )
-
-    async def _end_publication(self, version: int, error: str) -> None:
-        await self.commit(PublishEnd(version=version, ok=not error, reason=error))
-        self._publication = None
-        if not error:
-            self.evals.start_due(self.state.step, version)
-        self._notify()
+        """Wait until every engine holds the version, or engine, trainer or clock fail it."""
+        publications = self.publications
+        if self.state.version == q.version:
+            return c.PublishDone(done=True, pause_s=publications.pause_s)
+        if q.error:
+            publications.fail(q.error)
+        await self._until(lambda: publications.outcome(q.version) is not None, c.POLL_S)
+        error = publications.outcome(q.version)
+        if error is None:
+            return c.PublishDone()
+        if publications.current and publications.current.version == q.version:
+            publications.end()
+            await self.commit(PublishEnd(version=q.version, ok=not error, reason=error))
+            if not error:
+                self.evals.start_due(self.state.step, q.version)
+            self._notify()
+        return c.PublishDone(done=True, error=error, pause_s=publications.pause_s)
 
     async def checkpoint(self, q: c.CheckpointRequest) -> c.Empty:
         """A checkpoint is complete."""
@@ -335,7 +329,7 @@ class Coordinator:
             version=self.state.version,
             ready=len(self.state.ready),
             leased=len(self.state.leases),
-            engines=len(self._held),
+            engines=len(self.publications.held),
             stopping=self.stopping,
         )
 

@@ -165,7 +165,7 @@ class State:
                 del self.planned[group]
 
     def _restore(self, record: Restore) -> None:
-        """Back to `step`: plans behind it are replayed, and the abandoned tokens' lag counts from here."""
+        """Back to `step`: later plans are replayed, abandoned tokens count their lag from here."""
         self.lineage = record.lineage
         self.step = record.step
         self.steps = {version: min(step, record.step) for version, step in self.steps.items()}

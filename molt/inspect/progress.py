@@ -63,14 +63,15 @@ class Progress:
     def _print_new(self) -> None:
         rows = read_metrics(self._metrics)
         for row in rows[self._seen :]:
-            self._console.print(self._line(row))
+            self._console.print(self._line(row), soft_wrap=True)
         self._seen = len(rows)
 
     def _line(self, row: dict[str, float]) -> Text:
         """step, reward, lag, tokens/s, time left."""
         left = (self._total - row["step"]) * row.get("time/step_s", 0.0)
         return Text(
-            f"step {row['step']:>5.0f}/{self._total}  reward {row.get('reward/mean', float('nan')):.3f}  "
+            f"step {row['step']:>5.0f}/{self._total}  "
+            f"reward {row.get('reward/mean', float('nan')):.3f}  "
             f"lag {row.get('lag/mean', 0.0):.2f}  "
             f"rollout {row.get('throughput/rollout_tokens_per_s', 0.0):>7,.0f} tok/s  "
             f"train {row.get('throughput/train_tokens_per_s', 0.0):>7,.0f} tok/s  "

@@ -36,7 +36,8 @@ def overview(run: Path, console: Console | None = None, limit: int = 20) -> None
     """Show what became of the groups, the newest `limit` of them one by one.
 
     Raises:
-        StoreError: not a run directory, or its journal is damaged.
+        ConfigError: not a run directory.
+        StoreError: its journal is damaged.
     """
     directory, console = RunDir.open(run), console or _console()
     history = read_history(directory.path)
@@ -130,8 +131,8 @@ def group(run: Path, g: int, console: Console | None = None) -> None:
     """Show one group: where it is, what it was for, and its rollouts.
 
     Raises:
-        ConfigError: the run has no such group.
-        StoreError: not a run directory, or its journal is damaged.
+        ConfigError: not a run directory, or the run has no such group.
+        StoreError: its journal is damaged.
     """
     path, console = RunDir.open(run).path, console or _console()
     history = read_history(path)
@@ -211,8 +212,8 @@ def rollout(run: Path, g: int, r: int, console: Console | None = None) -> None:
     """Show one rollout: its conversation, then every token of every segment.
 
     Raises:
-        ConfigError: the run has no such group, or the group no such rollout.
-        StoreError: not a run directory, its journal is damaged, or the group cannot be read.
+        ConfigError: not a run directory, no such group, or no such rollout.
+        StoreError: its journal is damaged, or the group cannot be read.
     """
     directory, console = RunDir.open(run), console or _console()
     history = read_history(directory.path)

@@ -78,7 +78,7 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def _step_conflicts(config: Config) -> Iterator[str]:
-    """Sizes that no plan, no minibatch or no schedule can meet."""
+    """Sizes that no plan or minibatch can meet."""
     trainer, algo, num_samples = config.trainer, config.algo, config.sampling.num_samples
     if algo.estimator != "reinforce" and num_samples < 2:
         yield (

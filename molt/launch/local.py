@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local launcher: every role as a process of this machine, with the environment srun would give.
+"""The local launcher: every role as a process of this host, with the environment srun would give.
 
     coordinator ─┬─ engine 0 … n−1 (each with its vLLM server and its runners)
                  └─ trainer 0 … ranks−1
@@ -88,7 +88,7 @@ class Local:
         """First signal: ask everyone to leave. Second: stop waiting for them."""
         self._signals += 1
         if self._signals == 1:
-            print("stopping after this step; Ctrl-C again to kill", file=sys.stderr)  # noqa: T201
+            print("stopping after this step; Ctrl-C again to kill", file=sys.stderr)
             self._stopper = asyncio.ensure_future(self._request_stop())
         else:
             self._interrupted.set()
@@ -115,7 +115,7 @@ class Local:
         }  # fmt: skip
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "molt.cli", "role", name, str(self._run),
+                *command(name, self._run),
                 env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
@@ -167,17 +167,21 @@ class Local:
         if left:
             waits = [asyncio.ensure_future(p.wait()) for p in left]
             await asyncio.wait(waits, timeout=5.0)
-        for process in left:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+        for process in left:  # with the children that one of them may have left behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         if self._stopper:
             self._stopper.cancel()
 
 
+def command(name: str, run: Path) -> list[str]:
+    """What starts a role; its place among its equals is in the environment."""
+    return [sys.executable, "-m", "molt.cli", "role", name, str(run)]
+
+
 def exit_status(returncode: int) -> int:
-    """A shell's view of a return code: 128 + n for signal n, 3 when the process has none of its own."""
+    """A shell's view of a return code: 128 + n for signal n, 3 when the process has none itself."""
     return 128 - returncode if returncode < 0 else returncode or 3
 
 

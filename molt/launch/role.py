@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_role(name: str, run: Path) -> int:
-    """Run one role to its end. A known error is one line and exit status 3; others keep their traceback."""
+    """Run one role to its end. An error of Molt's own is one line, others keep their traceback."""
     die_with_parent()
     config = load_resolved(Path(os.environ["MOLT_LOGS"]) / CONFIG)
     logging.basicConfig(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts: the vLLM engine, the session every completion goes through, and the runner that holds them."""
+"""Rollouts: the vLLM engine, the session of every completion, and the runner that holds both."""

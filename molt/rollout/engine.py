@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One stock vLLM server as a process: its start, its health, its weight updates and its end.
 
-The server listens on a unix socket in a private directory and lives in a session of its own. A
-guard, the shell that leads that session, ends it and removes the directory when our process is
-gone, however it went. Anything vLLM takes is passed through from `engine.vllm` and `engine.env`.
+The server listens on a unix socket in a private directory, where its temporary files are too, and
+lives in a session of its own. A guard, the shell that leads that session, ends it and removes the
+directory when our process is gone, however it went. Anything vLLM takes is passed through from
+`engine.vllm` and `engine.env`.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from molt.records import ConfigError, EngineError, Publication
 STOP_S = 10.0  # after SIGTERM, before SIGKILL
 POLL_S = 0.1
 SOCKET_BYTES = 107  # what the kernel allows for the path of a unix socket
+NAME_BYTES = 37  # of it, for a slash and the longest name, a UUID that vLLM gives its own
 
 # Starts the server ("$@"), ends the session when the pipe to our process closes, and leaves with
 # the server's status. A caught signal is default again in the server and an ignored one stays
@@ -56,11 +58,12 @@ class Server:
         self._config = config
         self._index = index
         self._log_path = log_path
-        self._directory = Path(tempfile.gettempdir()) / f"molt-{secrets.token_hex(8)}"
+        self._directory = Path(tempfile.gettempdir()) / f"molt-{secrets.token_hex(4)}"
         self.socket = self._directory / "vllm.sock"
-        if len(os.fsencode(self.socket)) > SOCKET_BYTES:
+        if len(os.fsencode(self._directory)) + NAME_BYTES > SOCKET_BYTES:
             raise EngineError(
-                f"{self.socket} is too long for a unix socket: set TMPDIR to a shorter path"
+                f"{self._directory} is too long for unix sockets in it: "
+                "set TMPDIR to a shorter path"
             )
         self._process: asyncio.subprocess.Process | None = None
         self._group = 0  # the server's process group; 0 = none is left
@@ -80,7 +83,8 @@ class Server:
             self._process = await asyncio.create_subprocess_exec(
                 "/bin/sh", "-c", GUARD, "molt-guard", str(self._directory), *self._command(),
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log,
-                env=_environment(self._config), start_new_session=True,
+                env=_environment(self._config) | {"TMPDIR": str(self._directory)},
+                start_new_session=True,
             )  # fmt: skip
         self._group = self._process.pid
         # vLLM closes a connection after an error: control calls are few, so each gets its own.

@@ -60,7 +60,8 @@ async def play(
         )
     except TimeoutError as e:
         raise AgentError(
-            f"rollout {session.key} took longer than {limits.timeout_s:.0f} s: raise agent.timeout_s"
+            f"rollout {session.key} took longer than {limits.timeout_s:.0f} s: "
+            "raise agent.timeout_s"
         ) from e
     episode.seconds = time.monotonic() - began
     return episode

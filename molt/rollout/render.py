@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From messages to tokens, and from sampled tokens to the agent's text. Sampled tokens never come back here.
+"""From messages to tokens, and from sampled tokens to the agent's text, which never comes back.
 
 `start` renders the opening of a conversation with its chat template. `follow` renders only what
 comes after a completion: the template's own text between an assistant's content and the next
@@ -38,7 +38,7 @@ class Renderer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _start(self, messages: str) -> Ids:
-        """Tokens of the opening `messages` (see `canonical`) and the generation prompt. Do not modify."""
+        """Tokens of the opening `messages` (see `canonical`) and generation prompt; read-only."""
         return self._encode(self._template(json.loads(messages), True))
 
     def _follow(self, messages: str, ended: bool) -> Ids:

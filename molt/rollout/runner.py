@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner: leases groups, plays their rollouts against its engine, writes shards and announces them.
+"""The runner: leases groups, plays their rollouts against its engine, writes and announces shards.
 
-    /lease ─▶ group task: num_samples × episode.play ─▶ rows ─▶ ShardWriter ─▶ publish (fsync) ─▶ /announce
+    /lease ─▶ group task: num_samples × play ─▶ rows ─▶ ShardWriter ─▶ publish (fsync) ─▶ /announce
 
 Many groups run at once on one event loop. A shard is published when it is old or big enough, or
 when no group is running; the groups in it are announced after that, in one message.
@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from molt import control
 from molt.config import Config
 from molt.data import Row, eval_data, load_prompts, resolve
-from molt.records import TRAIN, AgentError, Group, Lease, Sampling, Segment, Where
+from molt.records import TRAIN, AgentError, Group, GroupStatus, Lease, Sampling, Segment, Where
 from molt.rollout.client import Client
 from molt.rollout.episode import Episode, Limits, play
 from molt.rollout.render import Renderer
@@ -127,7 +127,7 @@ class Runner:
         self._finished.set()
 
     async def _work(self, lease: Lease) -> None:
-        """Play all rollouts of a group; one that keeps failing fails the group, and stays on disk."""
+        """Play all rollouts of a group; one that keeps failing fails the group, which is kept."""
         task = self._tasks[lease.task]
         plays = [self._rollout(lease, task, i) for i in range(task.num_samples)]
         episodes = await _gather(plays)
@@ -137,8 +137,9 @@ class Runner:
         self._waiting.append(_group_record(lease, episodes, rows, status, reason))
 
     async def _rollout(self, lease: Lease, task: Task, index: int) -> Episode:
-        row = task.rows[lease.prompt]
-        for attempt in range(self._config.agent.retries + 1):
+        """One rollout, played again while its agent fails; the last failure is an episode too."""
+        row, attempt = task.rows[lease.prompt], 0
+        while True:
             key = f"{lease.lease}-{index}-{attempt}"
             session = Session(key, self._client, self._config.model.max_len)
             try:
@@ -146,10 +147,11 @@ class Runner:
                     self._make, row, session, self._renderer, task.sampling, self._limits
                 )
             except AgentError as e:
-                episode = Episode(session, status="error", reason=str(e))
-        return episode
+                if attempt == self._config.agent.retries:
+                    return Episode(session, status="error", reason=str(e))
+            attempt += 1
 
-    def _judge(self, lease: Lease, episodes: list[Episode]) -> tuple[str, str]:
+    def _judge(self, lease: Lease, episodes: list[Episode]) -> tuple[GroupStatus, str]:
         """The group's status: a whole group is trained, or it is dropped whole with its reason."""
         for episode in episodes:
             if episode.status == "error":
@@ -166,7 +168,7 @@ class Runner:
     def _rows(
         self, lease: Lease, rollout: int, episode: Episode, status: str, reason: str
     ) -> list[SegmentRow]:
-        """The segments of one rollout as shard rows; a rollout without a segment is one empty row."""
+        """The segments of one rollout as shard rows; a rollout without any is one empty row."""
         paths = episode.session.paths() or [None]
         kept = status == "ready" or episode.status == "error"
         return [
@@ -185,7 +187,7 @@ class Runner:
                 version_spans=path.version_spans if path else np.empty((0, 2), np.int64),
                 sampling=path.samplings if path else (),
                 reward=episode.reward,
-                turn_rewards=episode.turn_rewards,
+                turn_rewards=tuple(episode.turn_rewards),
                 status=episode.status if kept else "filtered",
                 reason=episode.reason if kept else reason,
                 metrics=json.dumps(episode.metrics),
@@ -236,7 +238,7 @@ def _placed(group: Group, where: Where) -> Group:
     )
 
 
-async def _gather(plays: list[Coroutine[Any, Any, Episode]]) -> list[Episode]:
+async def _gather(plays: Iterable[Coroutine[Any, Any, Episode]]) -> list[Episode]:
     """All episodes; the first failure that is not the agent's cancels the others and is raised."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(p) for p in plays]
@@ -244,7 +246,11 @@ async def _gather(plays: list[Coroutine[Any, Any, Episode]]) -> list[Episode]:
 
 
 def _group_record(
-    lease: Lease, episodes: list[Episode], rows: list[SegmentRow], status: Any, reason: str
+    lease: Lease,
+    episodes: list[Episode],
+    rows: list[SegmentRow],
+    status: GroupStatus,
+    reason: str,
 ) -> Group:
     """The journal's view of a group; `where` is filled in when its shard is published."""
     versions = np.concatenate([r.versions[r.action_mask] for r in rows])

@@ -15,17 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molt.records import Sampling
-
-Ids = NDArray[np.int32]
-
-
-class Completion(Protocol):
-    """What an engine answers; see `molt.rollout.client.Completion`."""
-
-    token_ids: Ids  # [m], the stop token included
-    logprobs: NDArray[np.float32]  # [m] nats, of the tokens at the request's temperature
-    version_spans: NDArray[np.int64]  # [v, 2] (end, version)
-    finish_reason: str  # stop | length | abort
+from molt.rollout.client import Completion, Ids
 
 
 class Engine(Protocol):
@@ -82,7 +72,7 @@ class Session:
         self._requests = 0
 
     def room(self, parent: Node | None, new_ids: Ids) -> int:
-        """Tokens that a completion after `new_ids` may still have; not positive when there is no room."""
+        """Tokens that a completion after `new_ids` may still have; zero or less means no room."""
         return self._max_len - (len(parent.path) if parent else 0) - len(new_ids)
 
     async def generate(self, parent: Node | None, new_ids: Ids, sampling: Sampling) -> Node:
@@ -123,13 +113,13 @@ class Session:
         return node
 
     def paths(self) -> list[Path]:
-        """One path a leaf, in the order the leaves were made. A shared completion acts in the first only."""
+        """One path a leaf, the oldest first. A shared completion is an action in the first only."""
         used: set[int] = set()
         return [_path(leaf, used) for leaf in self.nodes if not leaf.children]
 
 
 def _path(leaf: Node, used: set[int]) -> Path:
-    """Lay out the nodes from the root to `leaf`; those in `used` are context, the others are added to it."""
+    """Lay out the nodes from root to `leaf`; those in `used` are context, the others join it."""
     chain: list[Node] = []
     node: Node | None = leaf
     while node:

@@ -21,7 +21,8 @@ def read(run: str | Path) -> "pa.Table":
         lack is null there.
 
     Raises:
-        StoreError: not a run directory, or a group that is not what the journal says.
+        ConfigError: not a run directory.
+        StoreError: a group is not what the journal says.
     """
     import pyarrow as pa
 

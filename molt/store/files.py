@@ -36,7 +36,7 @@ def publishing(path: Path, mode: int = 0o644) -> Generator[BinaryIO]:
             _link(temp, path)
         finally:
             temp.unlink(missing_ok=True)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except FileExistsError as error:
         raise StoreError(f"{path} exists: a published file never changes") from error
     except OSError as error:
@@ -51,7 +51,7 @@ def publish_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         file.write(data)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

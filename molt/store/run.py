@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from molt.records import StoreError
+from molt.records import ConfigError, StoreError
 from molt.store.files import publish_file
 
 __all__ = ["RunDir", "append_metrics", "publish_file", "read_metrics"]
@@ -59,12 +59,13 @@ class RunDir:
         """The run in an existing directory.
 
         Raises:
-            StoreError: there is no run.
+            ConfigError: there is no run.
         """
         run = cls(path)
-        if not run.config.is_file():
-            what = "has no config.json" if path.is_dir() else "does not exist"
-            raise StoreError(f"{path} is not a run directory (it {what}): check the path")
+        needed = (run.config, run.journal)  # a model's directory has a config.json too
+        if missing := [p.name for p in needed if not p.exists()]:
+            what = f"has no {missing[0]}" if path.is_dir() else "does not exist"
+            raise ConfigError(f"{path} is not a run directory (it {what}): check the path")
         return run
 
     @property

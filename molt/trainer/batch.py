@@ -169,6 +169,7 @@ def facts_of(groups: tuple[Group, ...]) -> dict[str, float]:
         "rollout/tokens": sum(s.actions for s in segments) / rollouts,
         "rollout/segments": len(segments) / rollouts,
         "rollout/truncated_fraction": sum(g.truncated for g in groups) / rollouts,
+        "rollout/replay_miss": float(sum(g.replay_miss for g in groups)),
     }
     if len(rewards):
         facts |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}

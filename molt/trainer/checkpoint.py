@@ -8,7 +8,6 @@ loses its marker first, so that at no moment half of one looks whole.
 """
 
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import msgspec
 import torch.distributed as dist
 
 from molt.records import Struct
-from molt.store.files import publish_file
+from molt.store.files import publish_file, sync_directory
 from molt.store.run import RunDir
 from molt.trainer.policy import Policy
 
@@ -74,15 +73,6 @@ def complete(run_dir: Path) -> dict[Path, Marker]:
         except (OSError, msgspec.DecodeError) as error:
             log.warning("skipping checkpoint %s, which is not complete: %s", path, error)
     return found
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove(path: Path) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from molt.config import load_resolved
 from molt.records import ConfigError, StoreError
+from molt.store.files import sync_directory
 from molt.store.run import RunDir
 from molt.trainer import checkpoint
-from molt.trainer.checkpoint import sync_directory
 from molt.trainer.policy import build
 
 SHARD_BYTES = 4 << 30
@@ -30,8 +30,8 @@ def export(run_dir: Path, step: int | None, to: Path) -> Path:
     """Write the checkpoint of `step` (None = the newest) of a run to a new directory.
 
     Raises:
-        StoreError: `run_dir` is no run, or has no complete checkpoint of that step.
-        ConfigError: `to` exists.
+        StoreError: `run_dir` has no complete checkpoint of that step.
+        ConfigError: `run_dir` is no run, or `to` exists.
     """
     refuse_existing(to)
     config = load_resolved(RunDir.open(run_dir).config)

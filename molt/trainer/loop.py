@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's loop: what a rank does from its start to its end.
 
-    restore ─▶ publish ─▶ ┌ plan ─▶ read ─▶ step ─▶ publish ─▶ checkpoint? ─▶ metrics ┐ ─▶
-    checkpoint
-                          └──────────────────────── until trainer.steps ──────────────┘
+    restore ─▶ publish ┌▶ plan ─▶ read ─▶ step ─▶ publish ─▶ checkpoint? ─▶ metrics ┐▶ checkpoint
+                       └───────────────────── until trainer.steps ──────────────────┘
 
 | | consumes | produces | waits for |
 |---|---|---|---|
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from molt import control
 from molt.config import Config
+from molt.records import MoltError
 from molt.trainer import checkpoint, gate
 from molt.trainer.batch import read_plan
 from molt.trainer.policy import Policy, build
@@ -52,7 +52,7 @@ class Trainer:
         self.gated = not config.trainer.gate
 
     def run(self) -> None:
-        """Train until `trainer.steps` or until told to stop, and leave a checkpoint in either case."""
+        """Train until `trainer.steps` or until told to stop; leave a checkpoint in either case."""
         self._restore()
         publish_times = self._publish()
         while self.step < self.config.trainer.steps:
@@ -102,9 +102,11 @@ class Trainer:
         lags = {version: self.step - counts_from for version, counts_from in reply.steps}
         batch = read_plan(self.run_dir, reply.groups, lags, self.rank, self.world)
         self.gated = self.gated or gate.check(self.policy, batch, self.config)
+        began = time.monotonic()
         metrics = train_step(self.policy, batch, self.config, self.step + 1)
         self.step += 1
-        return metrics
+        tokens = sum(s.tokens for group in reply.groups for s in group.segments)
+        return metrics | {"throughput/train_tokens_per_s": tokens / (time.monotonic() - began)}
 
     def _publish(self) -> dict[str, float]:
         self.version, times = self.publisher.publish(self.policy, self.step)
@@ -165,8 +167,11 @@ def join_ranks(run: Path, rank: int, world: int) -> None:
         )
         client.call(control.PUT, control.Put(key=RENDEZVOUS, value=f"{address()}:{store.port}"))
     else:
-        while not (where := client.call(control.GET, control.Get(key=RENDEZVOUS)).value):
-            pass
+        deadline, where = time.monotonic() + COLLECTIVE_S, ""
+        while not where:
+            if time.monotonic() > deadline:
+                raise MoltError(f"trainer rank {rank} waited {COLLECTIVE_S:.0f} s for rank 0")
+            where = client.call(control.GET, control.Get(key=RENDEZVOUS)).value
         host, _, port = where.rpartition(":")
         store = dist.TCPStore(host, int(port), world, is_master=False, timeout=timeout)
     client.close()

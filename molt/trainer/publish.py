@@ -95,7 +95,7 @@ class Publisher:
     def _wait(
         self, client: control.BlockingClient, version: int, sending: "Future[None]"
     ) -> control.PublishDone:
-        """Until every engine has acknowledged `version`; a failure to send is told to the coordinator."""
+        """Wait until every engine holds `version`; a failure to send is told to the coordinator."""
         error = ""
         while True:
             if sending.done() and sending.exception():

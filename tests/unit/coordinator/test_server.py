@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator over HTTP: what each role is told, and what is in the journal before it is told."""
+"""The coordinator over HTTP: what each role is told, and what is in the journal before that."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +13,7 @@ from molt import control as c
 from molt.config import Agent, Config, Data, Eval, Run, SamplingSection, Trainer, dump
 from molt.coordinator.server import Coordinator
 from molt.coordinator.state import State
-from molt.records import Fenced, Group, Lease, MoltError, Where
+from molt.records import Fenced, Group, GroupStatus, Lease, MoltError, PublishEnd, Where
 from molt.store.journal import Journal, read_journal
 from molt.store.run import RunDir, read_metrics
 
@@ -25,7 +25,7 @@ CONFIG = Config(
 )
 
 
-def group_of(lease: Lease, status: str = "ready", reward: float = 1.0) -> Group:
+def group_of(lease: Lease, status: GroupStatus = "ready", reward: float = 1.0) -> Group:
     return Group(
         lease=lease.lease, group=lease.group, prompt=lease.prompt, task=lease.task, status=status,
         reason="because" if status == "failed" else "", rewards=(reward, 0.0),
@@ -78,7 +78,7 @@ async def coordinator_of(run: Path, config: Config) -> AsyncIterator[Peers]:
     for record in read_journal(run):
         state.apply(record)
     coordinator = Coordinator(RunDir(run), config, state, journal)
-    coordinator._held[0] = 0
+    coordinator.publications.acknowledge(c.EngineRequest(engine=0, version=0))
     server = web.AppRunner(
         c.serve(coordinator.routes(), (run / "token").read_text()), shutdown_timeout=0.1
     )
@@ -168,6 +168,23 @@ def test_repeating_a_message_changes_nothing(run: Path) -> None:
     assert sum(type(r).__name__ == "Plan" for r in records) == 1
 
 
+def test_a_fenced_group_does_not_keep_the_others_of_its_message_from_the_journal(
+    run: Path,
+) -> None:
+    async def work(peers: Peers) -> None:
+        await peers.client.call(c.TRAINER, c.TrainerStart(step=0))
+        await peers.publish(0)
+        leases = await peers.lease()
+        stale = Lease(lease=99, group=leases[1].group, prompt=0)
+        with pytest.raises(Fenced, match="lease 99 of group 1 is not current"):
+            await peers.announce(*map(group_of, (leases[0], stale, leases[2])))
+        reply = await peers.client.call(c.PLAN, c.PlanRequest(step=1))
+        assert reply.plan is not None and reply.plan.groups == (0, 2)
+
+    with_coordinator(run, work)
+    assert [r.group for r in read_journal(run) if isinstance(r, Group)] == [0, 2]
+
+
 def test_a_restarted_run_leases_what_was_in_flight_again_and_keeps_its_plans(run: Path) -> None:
     async def before(peers: Peers) -> None:
         await peers.client.call(c.TRAINER, c.TrainerStart(step=0))
@@ -241,7 +258,7 @@ def test_an_engine_that_cannot_load_weights_fails_the_publication_by_name(run: P
 
     with_coordinator(run, work)
     end = list(read_journal(run))[-1]
-    assert type(end).__name__ == "PublishEnd" and not end.ok and "engine 0" in end.reason
+    assert isinstance(end, PublishEnd) and not end.ok and "engine 0" in end.reason
 
 
 def test_a_stranger_is_refused(run: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from molt.records import (
     Epoch,
     Fenced,
     Group,
+    GroupStatus,
     Lease,
     LeaseEnd,
     Plan,
@@ -28,7 +29,7 @@ RULES = pool.Rules(groups=2, max_lag=1, cap=0, wait=True, steps=50, seed=0, num_
 NOWHERE = Where(path="", offset=0, length=0, hash="")
 
 
-def group_of(lease: Lease, status: str = "ready") -> Group:
+def group_of(lease: Lease, status: GroupStatus = "ready") -> Group:
     return Group(
         lease=lease.lease,
         group=lease.group,
@@ -76,7 +77,7 @@ class Simulation:
         for lease in pool.train_leases(self.state, self.rules, granted, "r", self.state.version):
             self.journal(lease)
 
-    def finish(self, index: int, status: str) -> None:
+    def finish(self, index: int, status: GroupStatus) -> None:
         leases = sorted(self.state.leases.values(), key=lambda x: x.lease)
         if leases:
             self.journal(group_of(leases[index % len(leases)], status))

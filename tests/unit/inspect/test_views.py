@@ -92,7 +92,7 @@ def test_a_run_that_has_not_started_says_so(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is not a run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         views.overview(tmp_path)
 
 

@@ -13,12 +13,16 @@ from molt.agents.add import Add
 from molt.agents.guess import Guess
 from molt.records import AgentError, Sampling
 from molt.rollout.episode import Episode, Limits, play
+from molt.rollout.render import Renderer
 from molt.rollout.session import Session
 from tests.unit.rollout.test_session import Scripted
 
 
-class Letters:
-    """A renderer of one token a character: "u"/"a" open a turn, 0 ends one."""
+class Letters(Renderer):
+    """A renderer without a model: a token a character, fixed tokens around them, 0 ends a turn."""
+
+    def __init__(self) -> None:
+        pass
 
     def start(self, messages: str) -> np.ndarray:
         return np.array([1, 2, 3], np.int32)
@@ -34,11 +38,16 @@ def answers(*texts: str) -> Scripted:
     return Scripted(*([*map(ord, text), 0] for text in texts))
 
 
-def run(make: Callable[[], Any], engine: Scripted, label: Any = None, **limits: float) -> Episode:
-    bounds = Limits(**({"max_turns": 8, "timeout_s": 5.0} | limits))
-    session = Session("s", engine, 100)
+def run(
+    make: Callable[[], Any],
+    engine: Scripted,
+    label: Any = None,
+    max_turns: int = 8,
+    timeout_s: float = 5.0,
+) -> Episode:
+    session, limits = Session("s", engine, 100), Limits(max_turns, timeout_s)
     row = {"prompt": "p", "label": label}
-    return asyncio.run(play(make, row, session, Letters(), Sampling(), bounds))
+    return asyncio.run(play(make, row, session, Letters(), Sampling(), limits))
 
 
 def test_one_turn_is_scored_on_the_text_without_its_stop_token():

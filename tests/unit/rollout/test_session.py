@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session keeps exactly the tokens that were generated, whatever the shape of the conversation."""
+"""The session keeps exactly the tokens that were generated, whatever the conversation's shape."""
 
 import asyncio
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from molt.records import Sampling
+from molt.rollout.client import Completion
 from molt.rollout.session import Session
-
-
-@dataclass
-class Answer:
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    version_spans: np.ndarray
-    finish_reason: str = "stop"
 
 
 class Scripted:
@@ -25,14 +17,15 @@ class Scripted:
     def __init__(self, *answers: list[int], version: int = 7) -> None:
         self.answers, self.version, self.prompts, self.limits = list(answers), version, [], []
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, request_id: str) -> Answer:
+    async def generate(self, ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         self.prompts.append(ids.tolist())
         self.limits.append(sampling.max_tokens)
         answer = np.array(self.answers.pop(0), np.int32)
         tokens = answer[: sampling.max_tokens]
         logprobs = -tokens.astype(np.float32)
         spans = np.array([[len(tokens), self.version]], np.int64)
-        return Answer(tokens, logprobs, spans, "stop" if len(tokens) == len(answer) else "length")
+        reason = "stop" if len(tokens) == len(answer) else "length"
+        return Completion(tokens, logprobs, spans, reason)
 
 
 def ids(*values: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt.records import StoreError
+from molt.records import ConfigError, StoreError
 from molt.store.run import RunDir, append_metrics, publish_file, read_metrics
 
 
@@ -24,7 +24,7 @@ def test_a_created_run_opens(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(StoreError, match="is not a run directory") as error:
+        with pytest.raises(ConfigError, match="is not a run directory") as error:
             RunDir.open(path)
         assert "\n" not in str(error.value)
 
@@ -44,7 +44,7 @@ def test_an_interrupted_create_is_finished_by_the_next(tmp_path: Path) -> None:
     token = run.token.read_text()
     run.config.unlink()
     (run.path / ".config.json.0123abcd.tmp").touch()
-    with pytest.raises(StoreError, match=r"has no config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         RunDir.open(run.path)
     RunDir.create(run.path, b"{}")
     assert RunDir.open(run.path).token.read_text() == token

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 import molt.store
-from molt.records import Group, Sampling, Segment, StoreError, Where
+from molt.records import ConfigError, Group, Sampling, Segment, Where
 from molt.store.journal import Journal, read_journal
 from molt.store.run import RunDir
 from molt.store.schema import SCHEMA, SegmentRow
@@ -112,7 +112,7 @@ def test_read_of_a_run_without_groups_is_an_empty_table(tmp_path: Path) -> None:
 
 
 def test_read_of_something_else_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is not a run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         molt.store.read(tmp_path)
 
 

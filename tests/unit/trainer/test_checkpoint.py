@@ -124,7 +124,7 @@ def test_an_exported_checkpoint_is_a_hugging_face_directory(
 
 
 def test_export_names_what_it_cannot_do(run: Path, policy: Policy, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is not a run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         export(tmp_path, None, tmp_path / "to")
     with pytest.raises(StoreError, match="no complete checkpoint: let it train"):
         export(run, None, tmp_path / "to")
