@@ -113,7 +113,9 @@ def make_model(config: Config, logs: Path, console: Console) -> None:
             stderr=output,
             check=False,
         )
-    if result.returncode:
+    if (
+        result.returncode and not Path(config.model.path, "config.json").exists()
+    ):  # else: another run's
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
         raise MoltError(f"{config.model.recipe} failed: {last}; see {log}")
     console.print(f"made in {time.monotonic() - began:.0f} s")

@@ -73,6 +73,7 @@ class Coordinator:
         self._durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._durable.set_result(None)  # of the newest batch; nothing is pending yet
         self._values: dict[str, str] = {}
+        self._announced: dict[str, frozenset[int]] = {}  # runner → leases of its last announcement
         self._rollout_tokens, self._tokens_since = 0, time.monotonic()
 
     # ------------------------------------------------------------ journal
@@ -158,8 +159,9 @@ class Coordinator:
         """
         fresh: list[Group] = []
         fenced: list[str] = []
+        repeated = self._announced.get(q.runner, frozenset())
         for group in q.groups:
-            if self._known(group):
+            if group.lease in repeated or self._known(group):
                 continue
             try:
                 self._fold(group)
@@ -167,6 +169,7 @@ class Coordinator:
                 fenced.append(str(e))
             else:
                 fresh.append(group)
+        self._announced[q.runner] = frozenset(g.lease for g in q.groups)
         await self.commit()
         for group in fresh:
             self._rollout_tokens += sum(s.actions for s in group.segments)
