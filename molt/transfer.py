@@ -55,6 +55,11 @@ def describe(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[records.Tenso
     return tuple(_describe(name, tensor) for name, tensor in weights)
 
 
+def stream_bytes(tensors: Iterable[records.Tensor]) -> int:
+    """Bytes of a whole publication: no bucket needs to be larger."""
+    return sum(map(_padded_bytes, tensors))
+
+
 def checksum(flat: torch.Tensor) -> torch.Tensor:
     """Σ wordᵢ·(2i+1) mod 2⁶⁴, chunk by chunk. It sees every single changed word, and swaps.
 
@@ -120,7 +125,7 @@ class Communicator:
         Raises:
             EngineError: a broadcast failed or did not end in time.
         """
-        bucket = torch.zeros(_bucket_size(bucket_bytes), dtype=torch.uint8, device=self.device)
+        bucket = torch.empty(_bucket_size(bucket_bytes), dtype=torch.uint8, device=self.device)
         used, sums, failure = 0, [], None
         for name, tensor in weights:
             if failure:
@@ -148,7 +153,7 @@ class Communicator:
         Raises:
             EngineError: a broadcast failed or was late, or a tensor is not what was sent.
         """
-        left = sum(_padded_bytes(tensor) for tensor in tensors)
+        left = stream_bytes(tensors)
         bucket = torch.empty(_bucket_size(bucket_bytes), dtype=torch.uint8, device=self.device)
         full, used, sums = 0, 0, []
         for tensor in tensors:

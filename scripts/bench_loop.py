@@ -3,7 +3,8 @@
 
 Overlap is measured twice: a step with `max_lag = 1` ÷ what generation and training take in a run
 with `max_lag = 0`, where they take turns. With an engine that only sleeps, a step should last as
-long as the longer of the two; with real vLLM on the same cores, no longer than both together.
+long as the longer of the two (publication counts as neither, so it shows); with real vLLM on the
+same cores, no longer than both together.
 Medians over the steps from the 21st on.
 """
 

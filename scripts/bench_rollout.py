@@ -41,6 +41,7 @@ def rollout(where: Path, repeats: int) -> Iterator[Row]:
     endless_model(model)
     data.write_text("".join(json.dumps(row) + "\n" for row in prompts()[:GROUPS]))
     with Raw(model, data) as raw:
+        raw.wait_up()
         for tokens, aim in AIMS.items():
             config = configure(
                 "add", where, f"rollout-{tokens}", trainer={"steps": repeats + 1, "groups": GROUPS},
@@ -54,7 +55,6 @@ def rollout(where: Path, repeats: int) -> Iterator[Row]:
 def compare(config: Config, raw: "Raw", tokens: int, repeats: int, aim: str) -> Row:
     """One start of Molt's side, both sides in turns; the first round of each is not counted."""
     seconds: dict[str, list[float]] = {"molt": [], "raw": []}
-    raw.stop()
     with Rig(config) as rig:
         rig.role("coordinator")
         rig.role("engine")
@@ -135,7 +135,11 @@ class Raw:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 env=environment, start_new_session=True,
             )  # fmt: skip
-        self._answer()  # it is up
+
+    def wait_up(self) -> None:
+        """Until it is ready, which it says with a first answer; then let it sleep."""
+        self._answer()
+        self.stop()
 
     def round(self, tokens: int) -> float:
         """Seconds that all samples of all prompts took."""

@@ -180,8 +180,10 @@ def timed(work: Callable[[], Any]) -> float:
 
 def main(name: str, run: Path) -> None:
     """One rank."""
+    from molt.launch.role import die_with_parent
     from molt.trainer.loop import join_ranks
 
+    die_with_parent()
     config = load_resolved(run / "config.json")
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     torch.set_num_threads(1)

@@ -32,6 +32,7 @@ class Publisher:
     def __init__(self, config: Config, client: control.BlockingClient | None, address: str) -> None:
         self._config, self._client, self._address = config, client, address
         self._manifest: tuple[Tensor, ...] = ()
+        self._bucket_bytes = 0
         self._communicator: transfer.Communicator | None = None
         self._store: dist.TCPStore | None = None
         self._name = secrets.token_hex(8)
@@ -48,6 +49,9 @@ class Publisher:
         """
         if not self._manifest:
             self._manifest = transfer.describe(policy.weights())
+            # A larger buffer than the model would be touched, page by page, at every publication.
+            whole = transfer.stream_bytes(self._manifest)
+            self._bucket_bytes = min(self._config.trainer.bucket_bytes, whole)
         began = time.monotonic()
         if self._client is None:
             for _ in policy.weights():
@@ -73,7 +77,7 @@ class Publisher:
             world=1 + num_workers(self._config),
             communicator=self._name,
             tensors=self._manifest,
-            bucket_bytes=self._config.trainer.bucket_bytes,
+            bucket_bytes=self._bucket_bytes,
         )
         while not (version := client.call(control.PUBLISH, request).version):
             pass
@@ -90,7 +94,7 @@ class Publisher:
                 device=policy.device,
                 timeout_s=self._config.engine.update_s,
             )
-        self._communicator.send(policy.weights(), self._config.trainer.bucket_bytes)
+        self._communicator.send(policy.weights(), self._bucket_bytes)
 
     def _wait(
         self, client: control.BlockingClient, version: int, sending: "Future[None]"
