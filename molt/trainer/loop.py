@@ -49,12 +49,13 @@ class Trainer:
         self.publisher = Publisher(config, self.client, address())
         self.step, self.version, self.lineage = 0, 0, 0
         self.saved = -1  # step of the newest checkpoint
+        self.unreported: tuple[int, int, dict[str, float]] | None = None
         self.gated = not config.trainer.gate
 
     def run(self) -> None:
         """Train until `trainer.steps` or until told to stop; leave a checkpoint in either case."""
         self._restore()
-        publish_times = self._publish()
+        self.version = self.publisher.publish(self.policy, self.step)
         while self.step < self.config.trainer.steps:
             began = time.monotonic()
             reply = self._plan()
@@ -63,17 +64,15 @@ class Trainer:
             waited = time.monotonic()
             metrics = self._train(reply)
             trained = time.monotonic()
-            publish_times = self._publish()
+            self._report()  # the step before: its publication went on meanwhile
+            self.version = self.publisher.publish(self.policy, self.step)
+            metrics |= {"time/wait_s": waited - began, "time/train_s": trained - waited}
+            metrics["time/step_s"] = time.monotonic() - began
+            self.unreported = (self.step, self.version, metrics)
             every = self.config.checkpoint.every
             if every and self.step % every == 0:
                 self._save()
-            times = {
-                "time/wait_s": waited - began,
-                "time/train_s": trained - waited,
-                "time/step_s": time.monotonic() - began,
-                **publish_times,
-            }
-            self._report(metrics | times)
+        self._report()
         if self.saved != self.step:
             self._save()
 
@@ -94,6 +93,7 @@ class Trainer:
         """The plan of the next step, or the word to stop."""
         request = control.PlanRequest(step=self.step + 1)
         while True:
+            self.publisher.check()
             reply = self._agree(self.client.call(control.PLAN, request) if self.client else None)
             if reply.stop or reply.plan is not None:
                 return reply
@@ -108,11 +108,8 @@ class Trainer:
         tokens = sum(s.tokens for group in reply.groups for s in group.segments)
         return metrics | {"throughput/train_tokens_per_s": tokens / (time.monotonic() - began)}
 
-    def _publish(self) -> dict[str, float]:
-        self.version, times = self.publisher.publish(self.policy, self.step)
-        return times
-
     def _save(self) -> None:
+        self._report()  # first: a step inside a checkpoint is never trained, and told, again
         marker = checkpoint.Marker(step=self.step, version=self.version, lineage=self.lineage)
         path = checkpoint.save(
             self.run_dir, marker, self.policy, self.rank, self.config.checkpoint.keep
@@ -125,10 +122,14 @@ class Trainer:
                 control.CheckpointRequest(step=self.step, path=name, version=self.version),
             )
 
-    def _report(self, metrics: dict[str, float]) -> None:
-        if self.client is None:
+    def _report(self) -> None:
+        """Finish the newest publication and tell the coordinator about its step."""
+        published = self.publisher.finish()
+        unreported, self.unreported = self.unreported, None
+        if self.client is None or unreported is None:
             return
-        request = control.StepRequest(step=self.step, version=self.version, metrics=metrics)
+        step, version, metrics = unreported
+        request = control.StepRequest(step=step, version=version, metrics=metrics | published)
         while not self.client.call(control.STEP, request).done:
             pass
 

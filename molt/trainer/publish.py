@@ -5,13 +5,16 @@
     hold it others                          gather (a collective)
 
 The communicator spans rank 0 and every engine worker; it is built at the first publication and
-kept. The broadcast runs on a thread while rank 0 asks the coordinator how it goes, since a
-collective whose other end died can not say so.
+kept. Sending runs on a thread, since a collective whose other end died cannot say so; another waits
+for the engines, while the trainer goes on with the next plan.
 """
 
 import secrets
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from threading import Thread
+from typing import Any
 
 import torch.distributed as dist
 
@@ -36,35 +39,51 @@ class Publisher:
         self._communicator: transfer.Communicator | None = None
         self._store: dist.TCPStore | None = None
         self._name = secrets.token_hex(8)
-        self._thread = ThreadPoolExecutor(1, "publish")
+        self._outcome: Future[dict[str, float]] | None = None  # of the newest publication
 
-    def publish(self, policy: Policy, step: int) -> tuple[int, dict[str, float]]:
-        """Send the weights after `step` to every engine. Collective.
+    def publish(self, policy: Policy, step: int) -> int:
+        """Send the weights after `step` towards every engine; `finish` waits until all hold them.
+
+        Collective. The publication before this one must be finished.
 
         Returns:
-            The version (0 on other ranks) and its timings in seconds.
-
-        Raises:
-            EngineError: an engine failed or was late; the message names it.
+            The version, 0 on other ranks.
         """
         if not self._manifest:
             self._manifest = transfer.describe(policy.weights())
             # A larger buffer than the model would be touched, page by page, at every publication.
             whole = transfer.stream_bytes(self._manifest)
             self._bucket_bytes = min(self._config.trainer.bucket_bytes, whole)
-        began = time.monotonic()
         if self._client is None:
             for _ in policy.weights():
                 pass
-            return 0, {}
+            return 0
+        began = time.monotonic()
         version = self._begin(self._client, step)
-        sending = self._thread.submit(self._send, policy)
-        done = self._wait(self._client, version, sending)
-        return version, {"time/publish_s": time.monotonic() - began, "time/pause_s": done.pause_s}
+        sending = _in_thread(self._send, policy)
+        self._outcome = _in_thread(self._wait, self._client, version, began, sending)
+        wait([sending, self._outcome], return_when=FIRST_COMPLETED)
+        self.check()
+        return version
+
+    def check(self) -> None:
+        """Raise what went wrong with the newest publication, if that is known by now."""
+        if self._outcome and self._outcome.done():
+            self._outcome.result()
+
+    def finish(self) -> dict[str, float]:
+        """Wait until every engine holds the newest version.
+
+        Returns:
+            Its timings in seconds; empty on other ranks.
+
+        Raises:
+            EngineError: an engine failed or was late; the message names it.
+        """
+        return self._outcome.result() if self._outcome else {}
 
     def close(self) -> None:
         """Leave the communicator."""
-        self._thread.shutdown()
         self._communicator = self._store = None
 
     def _begin(self, client: control.BlockingClient, step: int) -> int:
@@ -97,9 +116,9 @@ class Publisher:
         self._communicator.send(policy.weights(), self._bucket_bytes)
 
     def _wait(
-        self, client: control.BlockingClient, version: int, sending: "Future[None]"
-    ) -> control.PublishDone:
-        """Wait until every engine holds `version`; a failure to send is told to the coordinator."""
+        self, client: control.BlockingClient, version: int, began: float, sending: "Future[None]"
+    ) -> dict[str, float]:
+        """Ask until every engine holds `version`; a failure to send is told to the coordinator."""
         error = ""
         while True:
             if sending.done() and sending.exception():
@@ -109,7 +128,21 @@ class Publisher:
                 raise EngineError(f"publication of version {version} failed: {done.error}")
             if done.done:
                 sending.result()
-                return done
+                return {"time/publish_s": time.monotonic() - began, "time/pause_s": done.pause_s}
+
+
+def _in_thread(work: Callable[..., Any], *args: Any) -> "Future[Any]":
+    """Run on a daemon: a broadcast that nobody receives must not keep a failed process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as e:  # noqa: BLE001 - raised again by whoever asks for the result
+            future.set_exception(e)
+
+    Thread(target=run, name="publish", daemon=True).start()
+    return future
 
 
 def num_workers(config: Config) -> int:
