@@ -92,6 +92,7 @@ class IdleTrainer:
     def round(self, num_tokens: int) -> float:
         """Seconds from a publication to the next plan."""
         self._publisher.publish(self, self._step)  # type: ignore[arg-type]
+        self._publisher.finish()
         began = time.monotonic()
         self._step += 1
         request = control.PlanRequest(step=self._step)
