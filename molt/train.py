@@ -50,7 +50,7 @@ def train(path: Path, overrides: list[str], run_dir: str | None) -> int:
     logs = run.attempt_dir()
     publish_file(logs / CONFIG, dump(config))
     make_model(config, logs, console)
-    console.print(f"run {run.path}, logs {logs}")
+    console.print(f"run {os.path.relpath(run.path)}, logs {os.path.relpath(logs)}")
     launcher = Local(run.path, config, logs, lambda address: ask_to_stop(run.path, address))
     with Progress(run.metrics, config.trainer.steps, console):
         outcome = asyncio.run(launcher.run())
@@ -99,7 +99,9 @@ def make_model(config: Config, logs: Path, console: Console) -> None:
         return
     log = logs / "recipe.log"
     began = time.monotonic()
-    console.print(f"making {config.model.path} with {config.model.recipe} …", soft_wrap=True)
+    console.print(
+        f"making {os.path.relpath(config.model.path)} with {config.model.recipe} …", soft_wrap=True
+    )
     code = (
         "import sys; from molt.config import load_resolved; from molt.data import resolve;"
         "model = load_resolved(sys.argv[1]).model;"
