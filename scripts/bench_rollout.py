@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +126,9 @@ class Raw:
     """The process with AsyncLLM."""
 
     def __init__(self, model: Path, data: Path) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="bench-")  # for the sockets it leaves
         environment = os.environ | {
+            "TMPDIR": self._directory.name,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
             "GLOO_SOCKET_IFNAME": "lo", "VLLM_NO_USAGE_STATS": "1",
@@ -175,6 +178,7 @@ class Raw:
         for process in family:
             process.kill()
         psutil.wait_procs(family)
+        self._directory.cleanup()
 
 
 async def raw_rounds(model: str, data: str) -> None:
