@@ -23,6 +23,7 @@ from pathlib import Path
 from molt.config import Config
 
 TAIL_LINES = 15  # of the culprit's log
+BLAME_S = 3.0  # after a failure: whoever caused it may take longer to end than who suffered it
 INTERRUPTED = 130
 
 
@@ -133,11 +134,12 @@ class Local:
                 )
                 if interrupted in done:
                     return Outcome(INTERRUPTED)
-                for task in done:
-                    role = waits[task]
-                    if role.process.returncode or not role.name.startswith("trainer"):
-                        return Outcome(exit_status(role.process.returncode or 0), obituary(role))
                 running -= done
+                if failed := [waits[t] for t in done if is_failure(waits[t])]:
+                    later, _ = await asyncio.wait(running, timeout=BLAME_S)
+                    failed += [waits[t] for t in later if is_failure(waits[t])]
+                    role = min(failed, key=blame)
+                    return Outcome(exit_status(role.process.returncode or 0), obituary(role))
             return Outcome(0)
         finally:
             for task in (*running, interrupted):
@@ -178,6 +180,21 @@ class Local:
 def command(name: str, run: Path) -> list[str]:
     """What starts a role; its place among its equals is in the environment."""
     return [sys.executable, "-m", "molt.cli", "role", name, str(run)]
+
+
+def is_failure(role: Role) -> bool:
+    """Whether an ended role should not have ended, or not so."""
+    return bool(role.process.returncode) or not role.name.startswith("trainer")
+
+
+def blame(role: Role) -> tuple[bool, bool]:
+    """Smallest for the culprit among roles that failed together.
+
+    A trainer fails with the engine it sends to, and a rank fails, or aborts inside gloo, with the
+    rank that was killed.
+    """
+    code = role.process.returncode or 0
+    return role.name.startswith("trainer"), code >= 0 or code == -signal.SIGABRT
 
 
 def exit_status(returncode: int) -> int:
