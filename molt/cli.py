@@ -8,6 +8,7 @@ from typing import Any
 
 from molt.records import ConfigError, MoltError
 
+FOUND_BAD = 1
 BAD_INPUT = 2
 FAILED = 3
 
@@ -53,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=int, default=20, help="groups to list, the newest (default 20)"
     )
     inspect.set_defaults(command=_inspect)
+    verify = commands.add_parser("verify", help="whether everything in a run is still whole")
+    verify.add_argument("run", type=Path)
+    verify.set_defaults(command=_verify)
+    doctor = commands.add_parser("doctor", help="what a filesystem and this machine promise")
+    doctor.add_argument("directory", type=Path)
+    doctor.set_defaults(command=_doctor)
     role = commands.add_parser("role", help="one process of a run; started by the launchers")
     role.add_argument("name", choices=["coordinator", "engine", "runner", "trainer"])
     role.add_argument("run", type=Path)
@@ -104,6 +111,27 @@ def _inspect(args: argparse.Namespace) -> int:
     else:
         views.rollout(args.run, args.group, args.rollout)
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from molt.store.verify import verify
+
+    problems = 0
+    for kind, text in verify(args.run):
+        problems += kind == "problem"
+        print(f"{kind:8} {text}", flush=True)
+    print(f"{args.run} is " + (f"not whole: {problems} problems" if problems else "whole"))
+    return FOUND_BAD if problems else 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from molt.inspect.doctor import doctor
+
+    bad = 0
+    for verdict, name, text in doctor(args.directory):
+        bad += verdict == "bad"
+        print(f"{verdict:4} {name:10} {text}", flush=True)
+    return FOUND_BAD if bad else 0
 
 
 def _role(args: argparse.Namespace) -> int:

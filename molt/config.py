@@ -26,6 +26,15 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Restarts(Section):
+    """How often a process that died is started again, before the run fails with its status."""
+
+    coordinator: int = Field(default=3, ge=0)
+    engine: int = Field(default=3, ge=0)  # of each engine: its vLLM server or its task
+    runner: int = Field(default=3, ge=0)  # runners of one engine
+    trainer: int = Field(default=3, ge=0)  # all ranks together
+
+
 class Run(Section):
     """Where the run lives and what makes it reproducible."""
 
@@ -35,6 +44,7 @@ class Run(Section):
     stop_s: float = Field(
         default=30.0, gt=0
     )  # a graceful stop may take this long, then processes are killed
+    restarts: Restarts = Restarts()
 
 
 class Data(Section):
@@ -66,6 +76,7 @@ class Agent(Section):
     args: dict[str, Any] = {}
     max_turns: int = Field(default=16, gt=0)
     timeout_s: float = Field(default=600.0, gt=0)  # one rollout
+    block_s: float = Field(default=60.0, gt=0)  # agents may hold up their runner's event loop
     retries: int = Field(default=2, ge=0)  # of a failed rollout, before its group is dropped
     max_failures: int = Field(default=8, gt=0)  # groups dropped in a row before the run stops
 
@@ -89,14 +100,19 @@ class Pool(Section):
     filter_constant: bool = (
         False  # groups whose rewards are all equal teach nothing: refill instead
     )
+    lease_s: float = Field(default=60.0, gt=0)  # a runner or engine silent for so long is lost
 
 
 class Session(Section):
-    """How rollouts become files."""
+    """How rollouts become files, unfinished ones included."""
+
+    flush_s: float = Field(default=1.0, gt=0)  # what open sessions gained is written so often
+    chunk_tokens: int = Field(default=4096, ge=0)  # of a completion asked for at once; 0 = all
 
     shard_bytes: int = Field(default=64 << 20, gt=0)
     shard_age_s: float = Field(default=1.0, gt=0)
     compression: Literal["none", "zstd"] = "none"
+    visible_s: float = Field(default=120.0, gt=0)  # network filesystems may hide a file so long
 
 
 class Engine(Section):
@@ -108,6 +124,8 @@ class Engine(Section):
     start_s: float = Field(default=600.0, gt=0)  # deadline of a start
     request_s: float = Field(default=600.0, gt=0)  # deadline of one completion
     update_s: float = Field(default=600.0, gt=0)  # deadline of one weight update
+    stall_s: float = Field(default=120.0, gt=0)  # requests run and no token comes: it hangs
+    module: str = "vllm.entrypoints.launchers.api_server.entry"  # what `python -m` starts
     vllm: dict[str, Any] = {}
     env: dict[str, str] = {}
 
@@ -122,7 +140,8 @@ class Trainer(Section):
     tokens: int = Field(default=16384, gt=0)  # token budget of a micro-batch on one rank
     layout: Literal["auto", "rows", "packed"] = "auto"  # auto: rows on CPU, packed on GPU
     policy: str = "automodel"  # or "module:factory"
-    bucket_bytes: int = Field(default=1 << 28, gt=0)  # of a publication
+    bucket_bytes: int = Field(default=0, ge=0)  # of a publication; 0 = 16 MiB on CPU, else 256
+    publish_retries: int = Field(default=5, ge=0)  # of one that failed, in a row
     automodel: dict[str, Any] = {}
     gate: bool = True  # the start-up checks of agreement
     # bfloat16: mean |Δ| of log-probabilities may be this; float32: the largest one a 20th of it
@@ -158,10 +177,12 @@ class Optim(Section):
 
 
 class CheckpointSection(Section):
-    """When the trainer saves."""
+    """When the trainer saves, and what else is kept."""
 
     every: int = Field(default=50, ge=0)  # steps; 0 = only at the end and when stopped
     keep: int = Field(default=2, gt=0)
+    # Shards that no kept checkpoint can need: all stay, lose their routing, or are deleted.
+    shards: Literal["all", "slim", "none"] = "all"
 
 
 class Eval(Section):
@@ -309,16 +330,20 @@ def _absolute(path: str) -> str:
 
 def _fields(keys: Iterable[str | int]) -> dict[str, Any]:
     """Names and types of what may stand under a dotted prefix; {} where anything may."""
-    match tuple(keys):
-        case ():
-            model = Config
-        case ("eval", _):
+    model: Any = Config
+    for key in keys:
+        if model == dict[str, Eval]:
             model = Eval
-        case (str(key),) if key != "eval" and key in Config.model_fields:
-            model = cast(type[Section], Config.model_fields[key].annotation)
-        case _:
+        elif _is_section(model) and key in model.model_fields:
+            model = model.model_fields[key].annotation
+        else:
             return {}
-    return {name: field.annotation for name, field in model.model_fields.items()}
+    fields = model.model_fields.items() if _is_section(model) else ()
+    return {name: field.annotation for name, field in fields}
+
+
+def _is_section(model: Any) -> bool:
+    return isinstance(model, type) and issubclass(model, Section)
 
 
 def _explain(error: ValidationError, origin: str, overridden: list[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 from aiohttp import web
+from msgspec import field
 
 from molt.records import Fenced, Group, Lease, MoltError, Plan, Publication, Struct, Tensor
 
@@ -46,7 +47,28 @@ class LeaseReply(Struct):
     """Leases to work on, which may be none: ask again. `stop`: finish and leave."""
 
     leases: tuple[Lease, ...] = ()
+    partials: dict[int, tuple[str, ...]] = field(default_factory=dict)  # group → what to resume
     stop: bool = False
+
+
+class Heartbeat(Struct):
+    """A runner lives and works on the leases numbered `holding`."""
+
+    runner: str
+    holding: tuple[int, ...] = ()
+
+
+class HeartbeatReply(Struct):
+    """Those of its leases that are no longer current: their work is of no use."""
+
+    lost: tuple[int, ...] = ()
+
+
+class Gone(Struct):
+    """A runner's process has ended, as its engine task saw: nothing more comes from it."""
+
+    runner: str
+    reason: str
 
 
 class Announce(Struct):
@@ -65,24 +87,37 @@ class LeaseEndRequest(Struct):
 
 
 class EngineRequest(Struct):
-    """An engine holds `version` and waits for a newer one; `error` says what failed it."""
+    """An engine holds `version` and waits for a newer one; `error` says what failed the last.
+
+    Its server is the `incarnation`; one that was started again holds version 0.
+    """
 
     engine: int
+    incarnation: str
     version: int
+    receiving: int = 0  # the version it is taking now; 0 = none
     error: str = ""
     seconds: float = 0.0  # generation stood still for the update to `version`
+    runners: tuple[str, ...] | None = None  # that live; None = not known
+    restarts: int = 0  # of the server, so far
+    runner_restarts: int = 0
 
 
 class EngineReply(Struct):
-    """The publication to join at once, or none yet: ask again."""
+    """The publication to join at once, or none yet: ask again.
+
+    `failed`: the newest version that will not come to its end. Whoever still receives it gives up.
+    """
 
     publication: Publication | None = None
+    failed: int = 0
 
 
 class TrainerStart(Struct):
-    """The trainer holds the weights after `step` and starts a new lineage."""
+    """A trainer, of this `incarnation`, holds the weights after `step` and starts a new lineage."""
 
     step: int
+    incarnation: str
 
 
 class TrainerReply(Struct):
@@ -92,9 +127,13 @@ class TrainerReply(Struct):
 
 
 class PlanRequest(Struct):
-    """The trainer wants the groups of `step`. A plan is cut once: asking again gives the same."""
+    """The trainer wants the groups of `step`. A plan is cut once: asking again gives the same.
+
+    Here and below, a message of a lineage that is not the newest is `Fenced`.
+    """
 
     step: int
+    lineage: int
 
 
 class PlanReply(Struct):
@@ -102,26 +141,47 @@ class PlanReply(Struct):
 
     plan: Plan | None = None
     groups: tuple[Group, ...] = ()
-    steps: tuple[tuple[int, int], ...] = ()  # (version, training step its weights count from)
+    publish: bool = False  # an engine lacks the weights: publish those of the last step again
     stop: bool = False
 
 
-class PublishRequest(Struct):
-    """The trainer's rank 0 offers the weights after `step`."""
+class VoidRequest(Struct):
+    """Groups of the plan of `step` that the trainer cannot read, and the leases they came by.
+
+    A plan that was cut anew has other leases: a late copy of this message does not touch it.
+    """
 
     step: int
+    lineage: int
+    groups: tuple[int, ...]
+    leases: tuple[int, ...]
+    reason: str
+
+
+class PublishRequest(Struct):
+    """The trainer's rank 0 offers the weights after `step`.
+
+    It has built `communicator` ("" = none); if an engine has come, gone or started again since
+    then, one is to be built under the name `fresh`, which no request before this one had.
+    """
+
+    step: int
+    lineage: int
     address: str
     port: int
-    world: int
+    workers: int  # of one engine
     communicator: str
+    fresh: str
     tensors: tuple[Tensor, ...]
     bucket_bytes: int
 
 
 class PublishReply(Struct):
-    """The number of the publication, which the engines now join. No other ever has it."""
+    """The number of the publication, which `members` now join. No other ever has it."""
 
-    version: int = 0  # 0: not yet (an evaluation holds the weights), ask again
+    version: int = 0  # 0: not yet (an evaluation holds the weights, an engine starts), ask again
+    communicator: str = ""
+    members: tuple[int, ...] = ()  # engines, in the order of their ranks
 
 
 class PublishWait(Struct):
@@ -140,9 +200,14 @@ class PublishDone(Struct):
 
 
 class CheckpointRequest(Struct):
-    """A checkpoint is complete and durable; groups that no restore can need are forgotten."""
+    """A checkpoint is complete and durable, and none older than that of step `oldest` is kept.
+
+    Groups that no restore can need are forgotten.
+    """
 
     step: int
+    lineage: int
+    oldest: int
     path: str
     version: int
 
@@ -151,6 +216,7 @@ class StepRequest(Struct):
     """Metrics of a trained and published step."""
 
     step: int
+    lineage: int
     version: int
     metrics: dict[str, float]
 
@@ -159,6 +225,7 @@ class StepReply(Struct):
     """`done` is false while a final evaluation is still running: ask again."""
 
     done: bool = True
+    publish: bool = False  # it cannot go on: an engine lacks the weights, publish them again
 
 
 class StopRequest(Struct):
@@ -208,10 +275,13 @@ class Route(Generic[Q, R]):
 
 LEASE = Route("/lease", LeaseRequest, LeaseReply)
 LEASE_END = Route("/lease_end", LeaseEndRequest, Empty)
+HEARTBEAT = Route("/heartbeat", Heartbeat, HeartbeatReply)
+GONE = Route("/gone", Gone, Empty)
 ANNOUNCE = Route("/announce", Announce, Empty)
 ENGINE = Route("/engine", EngineRequest, EngineReply)
 TRAINER = Route("/trainer", TrainerStart, TrainerReply)
 PLAN = Route("/plan", PlanRequest, PlanReply)
+VOID = Route("/void", VoidRequest, Empty)
 PUBLISH = Route("/publish", PublishRequest, PublishReply)
 PUBLISHED = Route("/published", PublishWait, PublishDone)
 CHECKPOINT = Route("/checkpoint", CheckpointRequest, Empty)

@@ -23,6 +23,17 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated_fraction": Metric("", "< 0.05", "rollouts cut by a token limit"),
     "rollout/segments": Metric("", "1 for an Env", "token sequences a rollout"),
     "rollout/replay_miss": Metric("", "0", "resumed sessions that diverged from their record"),
+    "rollout/resumed_tokens": Metric(
+        "tokens", "0 but after a restart", "sampled tokens taken over from sessions that were cut"
+    ),
+    "rollout/dead_tokens": Metric(
+        "tokens", "0", "sampled tokens that a resumed agent did not use again"
+    ),
+    "rollout/retries": Metric("rollouts", "0", "played again, since their agent had failed"),
+    "failures/engine_restarts": Metric("", "0", "vLLM servers that were started again"),
+    "failures/runner_restarts": Metric("", "0", "runners that were started again"),
+    "failures/lost_runners": Metric("", "0", "runners that ended or fell silent with open leases"),
+    "failures/publications": Metric("", "0", "publications that failed and were repeated"),
     "pool/in_flight": Metric("groups", "steady", "groups leased or ready when the step ended"),
     "lag/mean": Metric("steps", "≤ pool.max_lag", "mean age of the weights behind a trained token"),
     "lag/max": Metric("steps", "≤ pool.max_lag if stale = wait", "age of the oldest trained token"),

@@ -12,11 +12,12 @@ the endless shuffled stream. Evaluation groups count down from −1, so one inte
 a run.
 """
 
-from typing import Literal, dataclass_transform
+from typing import Any, Literal, dataclass_transform
 
 import msgspec
 
 SCHEMA_VERSION = 1
+NULL = msgspec.Raw(b"null")
 TRAIN = "train"  # the task name of training groups; evaluations are named by their config key
 
 
@@ -57,7 +58,7 @@ class Sampling(Struct):
     stop: tuple[str, ...] = ()
 
 
-class Where(Struct):
+class Where(Struct, gc=False):
     """The bytes of one group: one record batch inside a published Arrow file."""
 
     path: str  # relative to the run directory
@@ -66,7 +67,7 @@ class Where(Struct):
     hash: str  # xxh3_128 of exactly those bytes, 32 hex digits
 
 
-class Segment(Struct):
+class Segment(Struct, gc=False):
     """One row of a group's record batch: what planning and packing need without the file."""
 
     rollout: int  # index in the group
@@ -78,12 +79,22 @@ class Segment(Struct):
 
 
 class Epoch(Struct, tag="epoch"):
-    """First record of every journal file: one start of the coordinator."""
+    """First record of every journal file: one start of the coordinator, and the seal of the last.
+
+    What the previous file holds beyond `sealed` does not exist. `state` is the fold of everything
+    before this record, so a start reads the newest file alone.
+    """
 
     epoch: int
     run: str
     schema: int = SCHEMA_VERSION
     time: float = 0.0  # for people; decides nothing
+    previous: int = 0  # epoch of the file that this one continues; 0 = none
+    sealed: int = 0  # bytes of that file
+    hash: str = ""  # xxh3_128 of those bytes
+    state: msgspec.Raw = NULL  # store.state.State as JSON; null in the first file
+    attempt: int = 0  # N of logs/attempt-N: whoever worked in an earlier one is gone
+    changes: dict[str, tuple[Any, Any]] = {}  # config keys that the attempt before had otherwise
 
 
 class Lease(Struct, tag="lease"):
@@ -98,7 +109,10 @@ class Lease(Struct, tag="lease"):
 
 
 class LeaseEnd(Struct, tag="lease_end"):
-    """A lease that produced nothing: its group goes back to the head of the queue."""
+    """A lease that produced nothing: its group goes back to the head of the queue.
+
+    Its runner gave it back, died or fell silent, or the attempt that it worked in is over.
+    """
 
     lease: int
     group: int
@@ -124,14 +138,33 @@ class Group(Struct, tag="group"):
     version_min: int = 0  # oldest and newest weights that sampled a token of it
     version_max: int = 0
     replay_miss: int = 0  # resumed sessions of it that diverged from their record
+    resumed: int = 0  # sampled tokens that earlier holders of the group had written down
+    dead: int = 0  # sampled tokens of theirs that no segment uses
+    retries: int = 0  # rollouts played again after their agent failed
     seconds: float = 0.0  # of the longest rollout
 
 
 class Plan(Struct, tag="plan"):
-    """The groups of one step, in lease order. Cut once, trained once."""
+    """The groups of one step, in lease order. Cut once, trained once.
+
+    `steps` says for each version in them from which training step its lag counts, as of the cut: a
+    plan that is replayed after a restore is the same plan.
+    """
 
     step: int
     groups: tuple[int, ...]
+    steps: tuple[tuple[int, int], ...] = ()
+
+
+class Void(Struct, tag="void"):
+    """The plan of `step` is void, since `groups` of it cannot be read: they are produced again.
+
+    The others are ready again, and a new plan is cut for the step.
+    """
+
+    step: int
+    groups: tuple[int, ...]
+    reason: str
 
 
 class PublishBegin(Struct, tag="publish_begin"):
@@ -156,17 +189,31 @@ class Checkpoint(Struct, tag="checkpoint"):
     step: int
     path: str
     version: int
+    oldest: int = 0  # step of the oldest checkpoint that is still kept
 
 
 class Restore(Struct, tag="restore"):
-    """The trainer starts from `step` (0: initial weights) on a new lineage, forked at `version`."""
+    """The trainer starts from `step` (0: initial weights) on a new lineage, forked at `version`.
+
+    The plans behind `step` are trained again and lead to the same weights, so tokens of the old
+    lineage keep their lag; only a `Void` makes lineages part.
+    """
 
     step: int
     lineage: int
     version: int
 
 
-Record = Epoch | Lease | LeaseEnd | Group | Plan | PublishBegin | PublishEnd | Checkpoint | Restore
+class Retire(Struct, tag="retire"):
+    """Shards that no kept checkpoint can need any more: they are deleted after this is durable."""
+
+    paths: tuple[str, ...]  # relative to the run directory
+
+
+Record = (
+    Epoch | Lease | LeaseEnd | Group | Plan | Void | PublishBegin | PublishEnd | Checkpoint
+    | Restore | Retire
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- control messages
@@ -181,13 +228,26 @@ class Tensor(Struct):
 
 
 class Publication(Struct):
-    """What an engine needs to receive one version. The data follows over the communicator."""
+    """What an engine needs to receive one version. The data follows over the communicator.
+
+    The communicator's rank 0 is the trainer; the workers of `members` follow, in that order.
+    """
 
     version: int
     step: int
     address: str  # of the trainer's store
     port: int
-    world: int  # ranks of the communicator: the trainer's rank 0 and every engine worker
+    members: tuple[int, ...]  # engines that take part
+    workers: int  # of each engine
     communicator: str  # changes when the group has to be built anew
     tensors: tuple[Tensor, ...] = ()
     bucket_bytes: int = 1 << 28
+
+    @property
+    def world(self) -> int:
+        """Ranks of the communicator."""
+        return 1 + len(self.members) * self.workers
+
+    def rank_offset(self, engine: int) -> int:
+        """Rank of the first worker of a member."""
+        return 1 + self.members.index(engine) * self.workers

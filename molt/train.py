@@ -2,28 +2,38 @@
 """`molt train`: make or resume the run directory, launch the roles, show progress, report the end.
 
 Resuming is the same command on the same directory. What would make the old groups mean something
-else (model, data, seed, group size) is refused; other values may change and are written to the
-attempt's log.
+else (model, tokenizer, data, seed, group size) is refused; other values may change, and the journal
+says which did. One `molt train` at a time works on a directory: the first holds a lock, which a
+crash frees, and where the filesystem knows no locks its coordinator answers. (Two that got past
+both would do no harm: the journal lets one coordinator win.)
 """
 
 import asyncio
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
+import xxhash
 from rich.console import Console
 
 from molt import control
 from molt.config import Config, dump, load, load_resolved
+from molt.data import load_prompts
 from molt.inspect.progress import Progress
 from molt.launch.check import check
 from molt.launch.local import INTERRUPTED, Local
 from molt.launch.role import CONFIG
 from molt.records import ConfigError, MoltError
+from molt.store.journal import read_state
 from molt.store.run import RunDir, publish_file, read_metrics
 
 FIXED = (
@@ -34,6 +44,13 @@ FIXED = (
     "sampling.num_samples",
     "trainer.groups",
 )
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+ADDRESS = "address"  # in the attempt's log directory: where its coordinator listens
+INPUTS = "inputs.json"  # in the log directory: hashes of what the run was started with
+ASK_S = 2.0  # for an answer of a coordinator that may be alive
 
 
 def train(path: Path, overrides: list[str], run_dir: str | None) -> int:
@@ -42,16 +59,30 @@ def train(path: Path, overrides: list[str], run_dir: str | None) -> int:
     check(config)
     run = open_or_create(config)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if (done := finished_steps(run)) >= config.trainer.steps:
-        console.print(
-            f"{run.path} has trained {done} steps already: raise trainer.steps to extend it"
-        )
-        return 0
+    with alone(run):
+        if (done := finished_steps(run)) >= config.trainer.steps:
+            console.print(
+                f"{run.path} has trained {done} steps already: raise trainer.steps to extend it"
+            )
+            return 0
+        return _attempt(run, config, console)
+
+
+def _attempt(run: RunDir, config: Config, console: Console) -> int:
+    """One attempt, from the look at what is there to the report of its end."""
+    refuse_other_inputs(run, config)
+    for line in found(run, config):
+        console.print(line, markup=False)
     logs = run.attempt_dir()
     publish_file(logs / CONFIG, dump(config))
+    for key, (before, now) in run.changes(int(logs.name.rpartition("-")[2])).items():
+        console.print(f"changed: {key} = {now!r}, was {before!r}", markup=False)
     make_model(config, logs, console)
+    if not (run.logs / INPUTS).exists():
+        publish_file(run.logs / INPUTS, msgspec.json.encode(inputs(config)))
     console.print(f"run {os.path.relpath(run.path)}, logs {os.path.relpath(logs)}")
     launcher = Local(run.path, config, logs, lambda address: ask_to_stop(run.path, address))
+    publish_file(logs / ADDRESS, launcher.address.encode())
     with Progress(run.metrics, config.trainer.steps, console):
         outcome = asyncio.run(launcher.run())
     if outcome.message:
@@ -61,6 +92,9 @@ def train(path: Path, overrides: list[str], run_dir: str | None) -> int:
     else:
         summarize(run, console)
     return outcome.status
+
+
+# ---------------------------------------------------------------- what is there
 
 
 def open_or_create(config: Config) -> RunDir:
@@ -80,17 +114,149 @@ def open_or_create(config: Config) -> RunDir:
     return run
 
 
+@contextmanager
+def alone(run: RunDir) -> Iterator[None]:
+    """Hold the run directory; the kernel lets it go when this process ends, however it ends.
+
+    Raises:
+        ConfigError: another `molt train` works on it.
+    """
+    with run.token.open("r+b") as held:  # NFS locks what is open for writing
+        busy = False
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = True
+        except OSError:  # no locks on this filesystem
+            pass
+        if busy or _answers(run):
+            raise ConfigError(
+                f"another molt train works on {run.path}: let it end, stop it with Ctrl-C, or "
+                "choose another run.dir"
+            )
+        yield
+
+
+def _answers(run: RunDir) -> bool:
+    """Whether the coordinator of the newest attempt is alive, after a moment to die in."""
+    addresses = run.logs.glob(f"attempt-*/{ADDRESS}")
+    newest = max(addresses, key=lambda p: int(p.parent.name.rpartition("-")[2]), default=None)
+    if newest is None:
+        return False
+    deadline = time.monotonic() + ASK_S
+    while asyncio.run(_status(run.path, newest.read_text(encoding="utf-8"))):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+async def _status(run: Path, address: str) -> control.Status | None:
+    """What the coordinator at an address says, if that is one of this run and it answers."""
+    client = control.Client(run, address)
+    try:
+        return await asyncio.wait_for(
+            client.call(control.STATUS, control.Empty(), retry_s=0.0), ASK_S
+        )
+    except (MoltError, OSError, aiohttp.ClientError, msgspec.DecodeError):
+        return None
+    finally:
+        await client.close()
+
+
+def finished_steps(run: RunDir) -> int:
+    """Step of the newest complete checkpoint, 0 without one."""
+    for marker in sorted(run.checkpoints.glob("step-*/complete.json"), reverse=True):
+        with suppress(json.JSONDecodeError, KeyError):  # damaged: the trainer skips it too
+            return int(json.loads(marker.read_bytes())["step"])
+    return 0
+
+
+def found(run: RunDir, config: Config) -> Iterator[str]:
+    """What a resumed run starts from, and what is lost.
+
+    Raises:
+        StoreError: its journal is damaged, or written by a newer Molt.
+    """
+    state = read_state(run.path)
+    if not state.epoch:
+        return
+    done = finished_steps(run)
+    for path in sorted(run.checkpoints.glob("step-*")):
+        if not (path / "complete.json").exists():
+            yield f"skipping {os.path.relpath(path)}: it was not finished"
+    unfinished = {*state.returned, *(g for g in state.leases if g >= 0)}
+    sessions, tokens = written_down(run, unfinished)
+    plans = sum(step > done for step in state.plans)
+    yield (
+        f"resuming after step {done}: {plans} plans to train again, {len(unfinished)} unfinished "
+        f"groups with {tokens:,} sampled tokens of {sessions} rollouts"
+    )
+    if state.leases:
+        chunk = config.session.chunk_tokens or config.sampling.max_tokens
+        yield (
+            f"{len(state.leases)} groups were under way when it was killed: lost is at most what "
+            f"each gained since its last flush (every {config.session.flush_s:g} s, in chunks of "
+            f"{chunk} tokens)"
+        )
+
+
+def written_down(run: RunDir, groups: set[int]) -> tuple[int, int]:
+    """(rollouts, sampled tokens) of some groups that their partials hold."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    rollouts: set[tuple[int, int]] = set()
+    tokens = 0
+    for path in (run.path / "partials").glob("*/*.arrow"):
+        try:
+            with pa.OSFile(str(path), "rb") as file:
+                table: Any = pa.ipc.open_file(file).read_all()
+        except (pa.ArrowException, OSError):  # the coordinator logs it
+            continue
+        table = table.filter(pc.is_in(table["group"], pa.array(groups, pa.int64())))
+        rollouts.update(zip(table["group"].to_pylist(), table["rollout"].to_pylist(), strict=True))
+        tokens += pc.sum(pc.list_value_length(table["token_ids"])).as_py() or 0
+    return len(rollouts), tokens
+
+
+def refuse_other_inputs(run: RunDir, config: Config) -> None:
+    """Compare what config keys lead to with what they led to when the run was started.
+
+    Raises:
+        ConfigError: the content of the data or of the tokenizer is another one.
+    """
+    if not (run.logs / INPUTS).exists():
+        return
+    before = msgspec.json.decode((run.logs / INPUTS).read_bytes(), type=dict[str, str])
+    now = inputs(config)
+    for name, where in (("data", config.data.source), ("tokenizer", config.model.path)):
+        if now[name] != before.get(name) and (":" in where or Path(where).exists()):
+            raise ConfigError(
+                f"the {name} in {where} changed after {run.path} was started: its groups would "
+                "mean something else; bring back what it was, or choose another run.dir"
+            )
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """Hashes of what the tokens and the prompt numbers of a run depend on, beside its config."""
+    data, tokenizer = xxhash.xxh3_128(), xxhash.xxh3_128()
+    if ":" in config.data.source:
+        for row in load_prompts(config.data):
+            data.update(msgspec.json.encode(row, enc_hook=repr))
+    else:
+        data.update(Path(config.data.source).read_bytes())
+    for name in TOKENIZER:
+        if (path := Path(config.model.path, name)).exists():
+            tokenizer.update(name.encode() + path.read_bytes())
+    return {"data": data.hexdigest(), "tokenizer": tokenizer.hexdigest()}
+
+
 def _value(config: Config, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-def finished_steps(run: RunDir) -> int:
-    """Step of the newest complete checkpoint, 0 without one."""
-    markers = sorted(run.checkpoints.glob("step-*/complete.json"))
-    return int(json.loads(markers[-1].read_bytes())["step"]) if markers else 0
 
 
 def make_model(config: Config, logs: Path, console: Console) -> None:

@@ -9,12 +9,14 @@ span several. After the data comes one checksum a tensor, of its bytes, name, dt
 difference names the tensor.
 
 Every wait has the communicator's deadline. After a failure a communicator is unusable: build a new
-one under a new name.
+one under a new name. Who has learned that the others will not come can `give_up` from another
+thread.
 """
 
+import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,7 @@ from molt.records import EngineError
 ALIGN = 16  # bytes: a multiple of every dtype's size
 CHUNK = 1 << 18  # int64 words summed at once by the checksum: bounds its temporaries to 2 MiB
 MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so multiplying by it loses nothing
+CONNECT_S = 30.0  # for ranks that have all arrived to connect to each other
 
 
 def host(address: str, timeout_s: float) -> dist.TCPStore:
@@ -61,7 +64,9 @@ def stream_bytes(tensors: Iterable[records.Tensor]) -> int:
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Σ wordᵢ·(2i+1) mod 2⁶⁴, chunk by chunk. It sees every single changed word, and swaps.
+    """xxh3_64 on CPUs; elsewhere Σ wordᵢ·(2i+1) mod 2⁶⁴, which sees every changed word, and swaps.
+
+    Both ends of a communicator have the same kind of device.
 
     Args:
         flat: [n] uint8, n a multiple of 8.
@@ -69,6 +74,13 @@ def checksum(flat: torch.Tensor) -> torch.Tensor:
     Returns:
         A scalar int64 tensor on the same device.
     """
+    if flat.device.type == "cpu":
+        data: Any = flat.numpy()
+        return torch.tensor(xxhash.xxh3_64_intdigest(data) - (1 << 63), dtype=torch.int64)
+    return _sum(flat)
+
+
+def _sum(flat: torch.Tensor) -> torch.Tensor:
     words = flat.view(torch.int64)
     num_odd = min(CHUNK, words.numel())
     odd = torch.arange(1, 2 * num_odd + 1, 2, dtype=torch.int64, device=flat.device)
@@ -90,6 +102,7 @@ class Communicator:
         world: ranks in all.
         device: where the weights lie: "cpu" (gloo) or a CUDA device (NCCL).
         timeout_s: deadline of the meeting and of every broadcast.
+        given_up: on rank 0, whether the others will not come any more.
 
     Raises:
         EngineError: not every rank came in time.
@@ -103,13 +116,22 @@ class Communicator:
         world: int,
         device: torch.device,
         timeout_s: float,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.name = name
         self.rank = rank
         self.device = device
         self.timeout_s = timeout_s
         self._store = store
+        self._given_up = False
+        connect_s = timeout_s
+        if rank:
+            store.set(_arrival(name, rank), "")
+        else:
+            _await_arrivals(store, name, world, timeout_s, given_up)
+            connect_s = min(timeout_s, CONNECT_S)
         try:
-            self._group = _group(store, name, rank, world, device, timeout_s)
+            self._group = _group(store, name, rank, world, device, connect_s)
         except RuntimeError as error:
             raise EngineError(
                 f"not all {world} ranks of communicator {name} met within {timeout_s:g} s "
@@ -119,31 +141,24 @@ class Communicator:
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> None:
         """Broadcast `weights` (full tensors, HF names), in the order of the publication.
 
-        The iterable is exhausted even when a broadcast fails, because producing it is a collective
-        of the trainer's ranks; the failure is raised afterwards.
-
         Raises:
             EngineError: a broadcast failed or did not end in time.
         """
         bucket = torch.empty(_bucket_size(bucket_bytes), dtype=torch.uint8, device=self.device)
-        used, sums, failure = 0, [], None
+        used, sums = 0, []
         for name, tensor in weights:
-            if failure:
-                continue
             flat = _padded(tensor.detach().to(self.device))
             sums.append(checksum(flat) + _label(_describe(name, tensor)))
-            while len(flat) and not failure:
+            while len(flat):
                 part, flat = flat[: len(bucket) - used], flat[len(bucket) - used :]
                 bucket[used : used + len(part)] = part
                 used += len(part)
                 if used == len(bucket):
-                    failure, used = self._try_broadcast(bucket), 0
-        if used and not failure:
-            failure = self._try_broadcast(bucket[:used])
-        if not failure:
-            failure = self._try_broadcast(_stack(sums, self.device))
-        if failure:
-            raise failure
+                    self.broadcast(bucket)
+                    used = 0
+        if used:
+            self.broadcast(bucket[:used])
+        self.broadcast(_stack(sums, self.device))
 
     def receive(
         self, tensors: Sequence[records.Tensor], bucket_bytes: int
@@ -179,6 +194,10 @@ class Communicator:
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=self.timeout_s)
+        if self._given_up:
+            raise EngineError("the publication was given up")
+        work: Any = None
         try:
             work = self._group.broadcast([tensor], options)
             if self.device.type == "cpu":
@@ -186,30 +205,32 @@ class Communicator:
             else:
                 self._wait(work)
         except RuntimeError as error:
+            work = None  # a traceback that kept it would keep the connections after `close`
             raise EngineError(
                 f"a weight broadcast failed on rank {self.rank}: {_line(error)}"
             ) from error
+
+    def give_up(self) -> None:
+        """End what another thread is at: its broadcasts fail from now on.
+
+        One that is under way ends too over NCCL; gloo cannot be interrupted, and it ends when a
+        process at its other end does, or at the deadline.
+        """
+        self._given_up = True
 
     def close(self) -> None:
         """Leave the group: a rank that waits for this one fails now. Safe after a failure."""
         self._group.abort()
         del self._group  # gloo closes its connections here, NCCL closed its own above
 
-    def _try_broadcast(self, tensor: torch.Tensor) -> EngineError | None:
-        """`broadcast`, with its error as a value."""
-        try:
-            self.broadcast(tensor)
-        except EngineError as error:
-            return error
-        return None
-
     def _wait(self, work: dist.Work) -> None:
         """Wait on the host: a NCCL kernel whose peer died never ends, nor would `work.wait`."""
         deadline = time.monotonic() + self.timeout_s
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            if self._given_up or time.monotonic() > deadline:
                 self._group.abort()
-                raise RuntimeError(f"no answer for {self.timeout_s:g} s")
+                late = f"no answer for {self.timeout_s:g} s"
+                raise RuntimeError("the publication was given up" if self._given_up else late)
             time.sleep(0.0005)
 
     def _compare(self, tensors: Sequence[records.Tensor], mine: torch.Tensor) -> None:
@@ -223,6 +244,29 @@ class Communicator:
                 f"{tensors[wrong[0]].name}: the trainer sent other tensors than it announced, "
                 "or the network corrupts data"
             )
+
+
+def _arrival(name: str, rank: int) -> str:
+    return f"{name}/arrived/{rank}"
+
+
+def _await_arrivals(
+    store: dist.TCPStore, name: str, world: int, timeout_s: float, given_up: Callable[[], bool]
+) -> None:
+    """Wait until every other rank is about to connect, which cannot be interrupted."""
+    deadline, rank = time.monotonic() + timeout_s, 1
+    while rank < world:
+        if store.check([_arrival(name, rank)]):
+            rank += 1
+        elif given_up():
+            raise EngineError("the publication was given up")
+        elif time.monotonic() > deadline:
+            raise EngineError(
+                f"not all {world} ranks of communicator {name} met within {timeout_s:g} s: rank "
+                f"{rank} is missing"
+            )
+        else:
+            time.sleep(0.002)
 
 
 def _group(
@@ -294,5 +338,6 @@ def _stack(sums: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of a torch error: the rest is a C++ stack."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """What a torch error says, without where in torch, the C++ stack and the good wishes."""
+    first = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+\] |\. This is typically.*", "", first) or type(error).__name__

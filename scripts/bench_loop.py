@@ -25,7 +25,7 @@ from molt.launch.role import die_with_parent
 from molt.records import Publication
 
 SKIP = 20  # steps: the first ones are slower
-SLEEP_S = 0.4  # of the sleeping engine for a completion, near what a train step takes
+SLEEP_S = 0.15  # about what a train step takes
 Times = dict[str, float]
 
 
@@ -71,7 +71,12 @@ def loop(
         rig.role("coordinator")
         if engine == "sleeper":
             rig.script("bench_loop.py", "sleeper")
-            rig.role("runner", MOLT_ENGINE="0", MOLT_RUNNER="0", MOLT_SOCKET=str(socket(rig.path)))
+            rig.role(
+                "runner",
+                MOLT_ENGINE="0",
+                MOLT_RUNNER_NAME="runner-0-0-bench",
+                MOLT_SOCKET=str(socket(rig.path)),
+            )
         else:
             rig.role("engine")
         rig.trainer()
@@ -109,7 +114,7 @@ class Sleeper:
         await web.UnixSite(server, str(socket(self._run))).start()
         client = control.Client(self._run)
         while True:
-            request = control.EngineRequest(engine=0, version=self._version)
+            request = control.EngineRequest(engine=0, incarnation="sleeper", version=self._version)
             publication = (await client.call(control.ENGINE, request)).publication
             if publication is not None:
                 await asyncio.to_thread(self._receive, publication)

@@ -19,7 +19,7 @@ import psutil
 from rich.console import Console
 
 from molt.config import Config, dump, load
-from molt.launch.local import free_port
+from molt.launch.local import hold_port
 from molt.launch.role import CONFIG
 from molt.store.run import RunDir, publish_file, read_metrics
 from molt.train import ask_to_stop, make_model
@@ -63,8 +63,9 @@ class Rig:
         self._logs = self.run.attempt_dir()
         publish_file(self._logs / CONFIG, dump(config))
         make_model(config, self._logs, Console(stderr=True))
+        self._port = hold_port()
         os.environ |= {
-            "MOLT_COORDINATOR": f"127.0.0.1:{free_port()}",
+            "MOLT_COORDINATOR": f"127.0.0.1:{self._port.getsockname()[1]}",
             "MOLT_LOGS": str(self._logs),
             "MOLT_PARENT": str(os.getpid()),
         }

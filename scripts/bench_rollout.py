@@ -83,7 +83,8 @@ class IdleTrainer:
         self._weights = load_file(Path(config.model.path) / "model.safetensors")
         self._client = control.BlockingClient(Path(config.run.dir))
         self._publisher = Publisher(config, self._client, "127.0.0.1")
-        self._client.call(control.TRAINER, control.TrainerStart(step=0))
+        start = control.TrainerStart(step=0, incarnation="bench")
+        self._lineage = self._client.call(control.TRAINER, start).lineage
         self._step = 0
 
     def weights(self) -> Any:
@@ -92,11 +93,11 @@ class IdleTrainer:
 
     def round(self, num_tokens: int) -> float:
         """Seconds from a publication to the next plan."""
-        self._publisher.publish(self, self._step)  # type: ignore[arg-type]
+        self._publisher.publish(self, self._step, self._lineage)  # type: ignore[arg-type]
         self._publisher.finish()
         began = time.monotonic()
         self._step += 1
-        request = control.PlanRequest(step=self._step)
+        request = control.PlanRequest(step=self._step, lineage=self._lineage)
         while (reply := self._client.call(control.PLAN, request)).plan is None:
             pass
         seconds = time.monotonic() - began

@@ -78,15 +78,18 @@ def publish_rank(run: Path, config: Config, rank: int, world: int) -> dict[str, 
     client = control.BlockingClient(run) if rank == 0 else None
     policy = build(config, rank, world)
     publisher = Publisher(config, client, "127.0.0.1")
+    lineage = 0
     if client:
-        client.call(control.TRAINER, control.TrainerStart(step=0))
+        start = control.TrainerStart(step=0, incarnation="bench")
+        lineage = client.call(control.TRAINER, start).lineage
     flat = torch.empty(sum(w.numel() * w.element_size() for _, w in policy.weights()) // 4)
     found = {"publish": [], "raw": [], "pause": [], "bytes": [flat.numel() * 4]}
     for _ in range(int(os.environ["BENCH_REPEATS"]) + 1):
         dist.barrier()
         began = time.monotonic()
-        publisher.publish(policy, 0)
+        publisher.publish(policy, 0, lineage)
         times = publisher.finish()
+        assert times is not None, "a publication failed"
         found["publish"].append(time.monotonic() - began)
         found["pause"].append(times.get("time/pause_s", 0.0))
         found["raw"].append(timed(lambda: dist.broadcast(flat, 0)))
@@ -182,13 +185,13 @@ def timed(work: Callable[[], Any]) -> float:
 def main(name: str, run: Path) -> None:
     """One rank."""
     from molt.launch.role import die_with_parent
-    from molt.trainer.loop import join_ranks
+    from molt.trainer import ranks
 
     die_with_parent()
     config = load_resolved(run / "config.json")
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     torch.set_num_threads(1)
-    join_ranks(run, rank, world)
+    ranks.join(run, rank, world)
     found = {"publish": publish_rank, "train": train_rank}[name](run, config, rank, world)
     if rank == 0:
         (run / RESULT).write_text(json.dumps(found))

@@ -31,7 +31,14 @@ class Result:
 
 
 class Env:
-    """Base class of environments; see `molt.agents.guess` for one with several turns."""
+    """Base class of environments; see `molt.agents.guess` for one with several turns.
+
+    A rollout that was cut is resumed by running its agent again: as long as it says the same, the
+    policy's answers are the recorded ones. An agent whose tools must not run twice says
+    `resumable = False`: its rollouts start over.
+    """
+
+    resumable: bool = True
 
     def reset(
         self, prompt: Any, label: Any

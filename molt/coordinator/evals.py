@@ -22,6 +22,7 @@ class Run:
     version: int
     todo: list[int]  # prompt rows not leased yet
     missing: int  # groups not finished yet
+    leased: set[int] = field(default_factory=set)  # groups in production
     rewards: list[float] = field(default_factory=list)
 
 
@@ -62,6 +63,8 @@ class Evaluations:
         taken: list[tuple[str, int]] = []
         for run in self._runs.values():
             take, run.todo = run.todo[: num - len(taken)], run.todo[num - len(taken) :]
+            first = first_group - len(taken)
+            run.leased.update(range(first, first - len(take), -1))
             taken += [(run.task, prompt) for prompt in take]
         return [
             Lease(
@@ -77,14 +80,20 @@ class Evaluations:
 
     def returned(self, lease: Lease) -> None:
         """A lease that produced nothing: its prompt is to be leased again."""
-        if lease.task in self._runs:
-            self._runs[lease.task].todo.append(lease.prompt)
+        run = self._runs.get(lease.task)
+        if run is not None and lease.group in run.leased:
+            run.leased.discard(lease.group)
+            run.todo.append(lease.prompt)
 
     def finished(self, group: Group) -> None:
-        """Count a finished group; the last one turns the evaluation into metrics."""
+        """Count a finished group; the last one turns the evaluation into metrics.
+
+        One that was leased for an evaluation before, by another coordinator, does not count.
+        """
         run = self._runs.get(group.task)
-        if run is None:
+        if run is None or group.group not in run.leased:
             return
+        run.leased.discard(group.group)
         run.rewards += [r for r in group.rewards if r is not None]
         run.missing -= 1
         if run.missing == 0:

@@ -20,6 +20,7 @@ from molt.records import (
     PublishEnd,
     Record,
     Restore,
+    Void,
 )
 from molt.store.journal import read_journal
 
@@ -30,7 +31,7 @@ class Entry:
 
     lease: Lease
     state: str = "leased"  # → returned, or ready | filtered | failed, then planned
-    reason: str = ""  # why it was returned or dropped
+    reason: str = ""  # why it was returned or dropped, or its plan is void
     record: Group | None = None  # once it is on disk
     step: int | None = None  # of its plan
     lag: int | None = None  # steps: weights its plan trained − oldest weights that sampled a token
@@ -48,6 +49,7 @@ class History:
     trained: int = 0  # newest step whose weights were ready to publish
     lineage: int = 0
     steps: dict[int, int] = field(default_factory=dict)  # version → the step its lag counts from
+    plans: dict[int, tuple[int, ...]] = field(default_factory=dict)  # step → groups
 
     @property
     def finished(self) -> Iterator[Group]:
@@ -66,7 +68,8 @@ class History:
         """Fold one record."""
         match record:
             case Epoch():
-                self._epoch(record)
+                self.name = record.run
+                self.epochs += 1
             case Lease():
                 self.groups.pop(record.group, None)
                 self.groups[record.group] = Entry(record)
@@ -77,6 +80,8 @@ class History:
                 entry.state, entry.reason, entry.record = record.status, record.reason, record
             case Plan():
                 self._plan(record)
+            case Void():
+                self._void(record)
             case PublishBegin():
                 self.steps[record.version] = self.trained = record.step
                 self.lineage = record.lineage
@@ -85,34 +90,37 @@ class History:
             case Restore():
                 self.trained = self.step = record.step
                 self.lineage = record.lineage
-                self.steps = {v: min(step, record.step) for v, step in self.steps.items()}
             case _:
                 pass
 
-    def _epoch(self, epoch: Epoch) -> None:
-        self.name, self.epochs = epoch.run, epoch.epoch
-        for number in self.groups:
-            self._give_back(number, "its coordinator ended")
-
     def _give_back(self, number: int, reason: str) -> None:
-        entry = self.groups.get(number)
-        if entry is not None and entry.state == "leased":
+        if entry := self.groups.get(number):
             entry.state, entry.reason = "returned", reason
+            entry.step = entry.lag = None
 
     def _publish_end(self, end: PublishEnd) -> None:
         if end.ok and end.version in self.steps:
             self.version, self.step = end.version, self.steps[end.version]
 
     def _plan(self, plan: Plan) -> None:
+        self.plans[plan.step] = plan.groups
         for number in plan.groups:
             if entry := self.groups.get(number):
                 entry.state, entry.step = "planned", plan.step
                 entry.lag = self.lag_of(entry, plan.step - 1)
 
+    def _void(self, void: Void) -> None:
+        """Training parts here from what it was: no token counts as newer than this."""
+        for number in self.plans.pop(void.step, ()):
+            self._give_back(number, void.reason)
+            if number not in void.groups and (entry := self.groups.get(number)):
+                entry.state, entry.reason = "ready", ""
+        self.steps = {version: min(step, void.step - 1) for version, step in self.steps.items()}
+
     def lag_of(self, entry: Entry, step: int) -> int | None:
         """Steps by which the oldest sampled token of a group is behind the weights after `step`."""
         version = entry.record.version_min if entry.record else None
-        return step - self.steps[version] if version in self.steps else None
+        return max(0, step - self.steps[version]) if version in self.steps else None
 
 
 def read_history(run: Path) -> History:

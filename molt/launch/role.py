@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import TracebackType
 
 from molt.config import load_resolved
 from molt.records import ConfigError, MoltError
@@ -24,8 +25,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_role(name: str, run: Path) -> int:
-    """Run one role to its end. An error of Molt's own is one line, others keep their traceback."""
+    """Run one role to its end. An error of Molt's own is one line, others keep their traceback.
+
+    After either, this process ends at once: destructors and threads of a collective whose other
+    end is gone would abort it or keep it for ever, and then nobody learns why it failed.
+    """
     die_with_parent()
+    sys.excepthook = _end
     config = load_resolved(Path(os.environ["MOLT_LOGS"]) / CONFIG)
     logging.basicConfig(
         level=config.log.level.upper(), format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
@@ -39,7 +45,7 @@ def run_role(name: str, run: Path) -> int:
         if not isinstance(error, MoltError):
             raise
         print(f"molt {name}: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ConfigError) else 3
+        _leave(2 if isinstance(error, ConfigError) else 3)
     return 0
 
 
@@ -51,6 +57,17 @@ def die_with_parent() -> None:
     parent = int(os.environ.get("MOLT_PARENT", "0"))
     if parent and os.getppid() != parent:
         sys.exit(f"the launcher, process {parent}, is gone")
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    _leave(1)
+
+
+def _leave(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _leaf(error: BaseException) -> BaseException:

@@ -4,12 +4,16 @@
 `Client.generate` is one sample. Samples of one prompt that are asked for in the same turn of the
 event loop travel as one request, and each is answered when it has finished: what HTTP costs is paid
 once a group. Nothing is invented here: a sampled token without a log-probability or a weight
-version is an `EngineError` that names the request.
+version is an `EngineError` that names the request. What goes away with a server (a broken
+connection, an answer that does not come) is an `EngineLost`: the socket's path may lead to another
+server soon, and `recovered` waits for that one.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 
 import aiohttp
@@ -30,6 +34,12 @@ WHOLE = (
     1 << 30
 )  # stream interval, tokens: a choice comes in two events, its first token and all the others
 INITIAL = "default"  # vLLM's name for the weights it started with: version 0
+PROBE_S = 0.2  # between two looks for a server that is lost
+HEALTH_S = 5.0  # in which a healthy server says so
+
+
+class EngineLost(EngineError):
+    """The server went away, or did not answer in time: ask again once it has `recovered`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,11 @@ class Completion:
     logprobs: NDArray[np.float32]  # [m] nats, of each token at the request's temperature
     version_spans: NDArray[np.int64]  # [v, 2] (end, version), the last end is m
     finish_reason: str  # "stop" | "length" | "abort"
+
+
+NOTHING = Completion(  # of a request that was not made any more
+    np.empty(0, np.int32), np.empty(0, np.float32), np.empty((0, 2), np.int64), "abort"
+)
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -91,8 +106,9 @@ class Client:
     """A connection to one engine's server. Make it inside a running event loop and `close` it.
 
     Args:
-        socket: the server's unix socket.
-        config: of the engines; `request_s` is the deadline of one completion.
+        socket: where the engine's server listens, whichever it is at the time.
+        config: of the engines; `request_s` is the deadline of one completion, `start_s` of a
+            server's return.
     """
 
     def __init__(self, socket: Path, config: Engine) -> None:
@@ -100,7 +116,8 @@ class Client:
         connector = aiohttp.UnixConnector(path=str(socket), limit=0, keepalive_timeout=30)
         timeout = aiohttp.ClientTimeout(config.request_s)
         self._session = aiohttp.ClientSession("http://vllm", connector=connector, timeout=timeout)
-        self._request_s = config.request_s
+        self._socket, self._config = socket, config
+        self._stopped = False
         self._max_choices = min(MAX_CHOICES, config.vllm.get("max_num_seqs", MAX_CHOICES))
         self._waiting: dict[tuple[bytes, Sampling], _Batch] = {}
         self._running: dict[asyncio.Task[None], _Batch] = {}
@@ -114,8 +131,11 @@ class Client:
             request_id: unique, for the server's log and for errors.
 
         Raises:
-            EngineError: the server refused, failed, answered too late or without a log-probability.
+            EngineLost: the server went away, failed or answered too late.
+            EngineError: it refused the request, or answered without a log-probability.
         """
+        if self._stopped:
+            return NOTHING
         loop = asyncio.get_running_loop()
         key = (ids.tobytes(), sampling)
         batch = self._waiting.get(key)
@@ -129,20 +149,55 @@ class Client:
             del self._waiting[key]  # full: who comes next opens another
         return await answer
 
-    async def abort(self) -> None:
-        """End every request in flight: each `generate` returns what it has, as "abort"."""
-        names = [f"generate-tokens-{batch.request_id}" for batch in self._running.values()]
-        if names:
-            async with self._session.post(
-                "/abort_requests", json={"request_ids": names}
-            ) as response:
-                response.raise_for_status()
+    async def recovered(self) -> None:
+        """Wait until a server answers at the socket.
+
+        Raises:
+            EngineLost: none did within `engine.start_s`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.start_s
+        while loop.time() < deadline:
+            await asyncio.sleep(PROBE_S)
+            if self._stopped or (self._socket.exists() and await self._healthy()):
+                return
+        raise EngineLost(
+            f"no server came back at {self._socket} within {self._config.start_s:g} s: "
+            "see its engine's log, or raise engine.start_s"
+        )
+
+    async def stop(self, within_s: float) -> None:
+        """Let every `generate`, those in flight too, return what it has, as "abort"."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + within_s
+        self._stopped = True
+        await asyncio.sleep(0)  # what was asked for in this turn of the loop starts now
+        # A request that is still on its way to the server cannot be aborted there yet: repeat.
+        while self._running and loop.time() < deadline:
+            await self._abort()
+            await asyncio.wait(list(self._running), timeout=PROBE_S)
 
     async def close(self) -> None:
         """Close the connection; requests in flight are cancelled."""
         for task in list(self._running):
             task.cancel()
         await self._session.close()
+
+    async def _abort(self) -> None:
+        """Ask the server to end what runs; one that is lost has nothing to say."""
+        names = [f"generate-tokens-{batch.request_id}" for batch in self._running.values()]
+        body, timeout = {"request_ids": names}, aiohttp.ClientTimeout(HEALTH_S)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.post("/abort_requests", json=body, timeout=timeout):
+                pass
+
+    async def _healthy(self) -> bool:
+        timeout = aiohttp.ClientTimeout(HEALTH_S)
+        try:
+            async with self._session.get("/health", timeout=timeout) as response:
+                return response.status == HTTPStatus.OK
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     def _start(self, key: tuple[bytes, Sampling], batch: _Batch) -> None:
         """Send a batch; nothing can join it any more."""
@@ -177,31 +232,36 @@ class Client:
                 data=_encode(batch),
                 headers={"content-type": "application/json"},
             ) as response:
-                if response.status != 200:
-                    raise _error(
-                        batch,
-                        f"was refused with {response.status}: {(await response.text())[:300]}",
-                    )
+                if response.status != HTTPStatus.OK:
+                    lost = response.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+                    what = f"was refused with {response.status}: {(await response.text())[:300]}"
+                    raise _error(batch, what, EngineLost if lost else EngineError)
                 if len(batch.answers) == 1:
                     self._take(batch, await response.read())
                 else:
                     async for event in _events(response.content):
                         self._take(batch, event)
         except TimeoutError as error:
-            raise _error(
-                batch, f"did not end within {self._request_s:g} s: raise engine.request_s"
-            ) from error
-        except (aiohttp.ClientError, msgspec.MsgspecError) as error:
-            raise _error(batch, f"failed: {error or type(error).__name__}") from error
+            what = f"did not end within {self._config.request_s:g} s: raise engine.request_s"
+            raise _error(batch, what, EngineLost) from error
+        except aiohttp.ClientError as error:
+            raise _error(batch, f"failed: {error or type(error).__name__}", EngineLost) from error
+        except msgspec.MsgspecError as error:
+            raise _error(batch, f"has an answer that is not vLLM's: {error}") from error
         if batch.parts or not all(answer.done() for answer in batch.answers):
-            raise _error(batch, "broke off before every sample had finished")
+            raise _error(batch, "broke off before every sample had finished", EngineLost)
 
     def _take(self, batch: _Batch, data: bytes) -> None:
         """Collect the parts of choices and answer those that are finished."""
         answer = _decode(data)
         if answer.error:
-            raise _error(batch, f"failed: {bytes(answer.error)[:300].decode(errors='replace')}")
+            what = f"failed: {bytes(answer.error)[:300].decode(errors='replace')}"
+            raise _error(batch, what, EngineLost)
         for choice in answer.choices:
+            if choice.finish_reason == "error" or (
+                choice.finish_reason == "abort" and not self._stopped
+            ):
+                raise _error(batch, f"ended by the server: {choice.finish_reason}", EngineLost)
             parts = batch.parts.setdefault(choice.index, [])
             parts.append(choice)
             if choice.finish_reason is not None:
@@ -278,5 +338,5 @@ def _spans(batch: _Batch, last: _Choice, num_tokens: int) -> NDArray[np.int64]:
     ).reshape(-1, 2)
 
 
-def _error(batch: _Batch, what: str) -> EngineError:
-    return EngineError(f"request {batch.request_id} {what}")
+def _error(batch: _Batch, what: str, kind: type[EngineError] = EngineError) -> EngineError:
+    return kind(f"request {batch.request_id} {what}")

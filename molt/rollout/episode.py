@@ -11,8 +11,10 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from molt.agents import Env, Message, Result
@@ -52,12 +54,13 @@ async def play(
     Raises:
         AgentError: the agent raised, answered no Result, or took longer than its time.
         EngineError: the engine could not answer.
+        Stopped: the engine was stopped.
     """
     episode, began = Episode(session), time.monotonic()
     try:
-        await asyncio.wait_for(
-            _turns(make, row, episode, renderer, sampling, limits.max_turns), limits.timeout_s
-        )
+        async with asyncio.timeout(limits.timeout_s) as timer:
+            session.away = partial(_standing_still, timer)
+            await _turns(make, row, episode, renderer, sampling, limits.max_turns)
     except TimeoutError as e:
         raise AgentError(
             f"rollout {session.key} took longer than {limits.timeout_s:.0f} s: "
@@ -65,6 +68,20 @@ async def play(
         ) from e
     episode.seconds = time.monotonic() - began
     return episode
+
+
+@contextmanager
+def _standing_still(timer: asyncio.Timeout, since: float) -> Generator[None]:
+    """The agent's time stands still while its engine is away, from `since` on the loop's clock."""
+    when = timer.when()
+    if when is None or timer.expired():  # it stands still already, or it is too late
+        yield
+        return
+    timer.reschedule(None)
+    try:
+        yield
+    finally:
+        timer.reschedule(asyncio.get_running_loop().time() + when - since)
 
 
 async def _turns(

@@ -1,284 +1,256 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner: leases groups, plays their rollouts against its engine, writes and announces shards.
+"""The runner: leases groups, plays them against its engine, writes and announces what comes of it.
 
-    /lease ─▶ group task: num_samples × play ─▶ rows ─▶ ShardWriter ─▶ publish (fsync) ─▶ /announce
+    /lease ─▶ group.Player ─┬─ finished ─▶ ShardWriter ─▶ publish (fsync) ─▶ /announce
+                            └─ so far ───▶ PartialWriter ─▶ publish (fsync)
 
 Many groups run at once on one event loop. A shard is published when it is old or big enough, or
-when no group is running; the groups in it are announced after that, in one message.
+when no group is running; the groups in it are announced after that, in one message. What open
+sessions gained is published every `session.flush_s`, so that a kill loses no more than that, and a
+stop, which lets the engine hand out what it has, loses nothing. A filesystem that refuses is asked
+again until it does not: nothing is dropped for it.
 """
 
 import asyncio
-import json
+import contextlib
+import faulthandler
+import logging
 import os
-import secrets
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
-from functools import partial
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
+import msgspec
 
 from molt import control
 from molt.config import Config
-from molt.data import Row, eval_data, load_prompts, resolve
-from molt.records import TRAIN, AgentError, Group, GroupStatus, Lease, Sampling, Segment, Where
+from molt.records import Fenced, Group, Lease, StoreError
 from molt.rollout.client import Client
-from molt.rollout.episode import Episode, Limits, play
-from molt.rollout.render import Renderer
-from molt.rollout.session import Session
-from molt.store.schema import SegmentRow
-from molt.store.shards import ShardWriter, to_batch
+from molt.rollout.group import Player
+from molt.rollout.session import Stopped
+from molt.store.partials import PartialWriter
+from molt.store.shards import ShardWriter
 
+log = logging.getLogger("molt.runner")
 
-@dataclass(frozen=True)
-class Task:
-    """One set of prompts and how they are sampled."""
+T = TypeVar("T")
 
-    rows: list[Row]
-    num_samples: int
-    sampling: Sampling
-
-
-def tasks_of(config: Config) -> dict[str, Task]:
-    """The training task and the evaluations, by name."""
-    section = config.sampling
-    tasks = {
-        TRAIN: Task(
-            load_prompts(config.data),
-            section.num_samples,
-            Sampling(temperature=section.temperature, max_tokens=section.max_tokens),
-        )
-    }
-    for name, e in config.eval.items():
-        tasks[name] = Task(
-            load_prompts(eval_data(config, name)),
-            e.num_samples,
-            Sampling(temperature=e.temperature, max_tokens=section.max_tokens),
-        )
-    return tasks
+BEATS = 6  # heartbeats within the time that makes a runner silent
+GRACE_S = 1.0  # when it is stopped: for agents that are between two completions
+REFUSED_S = 5.0  # longest pause before a filesystem that refuses is asked again
 
 
 class Runner:
-    """One runner process's work."""
+    """One runner process's work.
 
-    def __init__(self, run: Path, config: Config, engine: int, index: int, socket: Path) -> None:
-        self.name = f"runner-{engine}-{index}-{secrets.token_hex(4)}"
-        self._config, self._run, self._engine = config, run, engine
-        self._tasks = tasks_of(config)
-        self._renderer = Renderer(config.model.path)
-        self._make = partial(resolve(config.agent.name), **config.agent.args)
-        self._limits = Limits(config.agent.max_turns, config.agent.timeout_s)
+    Args:
+        run: the run directory.
+        config: of the run.
+        engine: index of its engine.
+        name: no other process ever had it.
+        socket: of its engine's server.
+    """
+
+    def __init__(self, run: Path, config: Config, engine: int, name: str, socket: Path) -> None:
+        self._config, self._engine, self._name = config, engine, name
         self._client = Client(socket, config.engine)
         self._control = control.Client(run)
-        self._writer = ShardWriter(run, self.name, config.session.compression)
-        self._leases: dict[int, Lease] = {}  # group → lease it works on or has not announced yet
-        self._groups: set[asyncio.Task[None]] = set()
-        self._waiting: list[Group] = []  # in the open shard, without their place in it
-        self._finished = asyncio.Event()
-        self._stopped = False
+        self._shards = ShardWriter(run, name, config.session.compression)
+        self._partials = PartialWriter(run, name)
+        self._player = Player(run, config, str(engine), self._client, self._partials.add)
+        self._leases: dict[int, Lease] = {}  # by number: worked on, or not announced yet
+        self._playing: dict[int, asyncio.Task[None]] = {}  # by lease number
+        self._finished: list[Group] = []  # in the open shard, without their place in it
+        self._news = asyncio.Event()  # a group has ended, or everything has
+        self._stop = asyncio.Event()  # told to stop
+        self._ended = asyncio.Event()  # no group is played any more: write the rest
+        self._deadline = float("inf")  # of the rest, on the loop's clock
 
     async def run(self) -> None:
-        """Work until the coordinator says stop, then give back what is unfinished."""
+        """Work until the coordinator or SIGTERM says stop, then give back what is unfinished.
+
+        Raises:
+            MoltError: the coordinator or the engine did not come back, or what was unfinished
+                could not be written.
+        """
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._publish())
-                await self._lease(group)
-                self._stopped = True
-                for task in self._groups:
-                    task.cancel()
-                self._finished.set()
-            unfinished = tuple(self._leases.values())
-            await self._control.call(
-                control.LEASE_END,
-                control.LeaseEndRequest(runner=self.name, leases=unfinished, reason="stopped"),
+                for work in (self._publish, self._flush, self._beat, self._watch):
+                    group.create_task(work())
+                leasing = group.create_task(self._lease(group))
+                await self._stop.wait()
+                leasing.cancel()
+                await self._end_groups()
+                self._ended.set()
+                self._news.set()
+            unfinished = control.LeaseEndRequest(
+                runner=self._name, leases=tuple(self._leases.values()), reason="stopped"
             )
+            await self._control.call(control.LEASE_END, unfinished, self._config.run.stop_s / 8)
         finally:
             await self._client.close()
             await self._control.close()
 
-    # ------------------------------------------------------------ leases
+    # ------------------------------------------------------------ groups
 
     async def _lease(self, group: asyncio.TaskGroup) -> None:
-        """Ask for work whenever there is room for a group, until told to stop."""
+        """Ask for work until told to stop; without room for a group, only hear whether to stop."""
         num_samples = self._config.sampling.num_samples
-        while True:
-            free = self._config.engine.rollouts - num_samples * len(self._groups)
-            if free < num_samples:
-                await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)
-                continue
-            reply = await self._control.call(control.LEASE, self._request(free))
-            for lease in reply.leases:
-                self._leases[lease.group] = lease
-                task = group.create_task(self._work(lease))
-                self._groups.add(task)
-                task.add_done_callback(self._done)
-            if reply.stop:
-                return
-
-    def _request(self, free: int) -> control.LeaseRequest:
-        holding = tuple(lease.lease for lease in self._leases.values())
-        return control.LeaseRequest(
-            runner=self.name, engine=self._engine, free=free, holding=holding
-        )
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._groups.discard(task)
-        self._finished.set()
-
-    async def _work(self, lease: Lease) -> None:
-        """Play all rollouts of a group; one that keeps failing fails the group, which is kept."""
-        task = self._tasks[lease.task]
-        plays = [self._rollout(lease, task, i) for i in range(task.num_samples)]
-        episodes = await _gather(plays)
-        status, reason = self._judge(lease, episodes)
-        rows = [r for i, e in enumerate(episodes) for r in self._rows(lease, i, e, status, reason)]
-        self._writer.add(to_batch(rows))
-        self._waiting.append(_group_record(lease, episodes, rows, status, reason))
-
-    async def _rollout(self, lease: Lease, task: Task, index: int) -> Episode:
-        """One rollout, played again while its agent fails; the last failure is an episode too."""
-        row, attempt = task.rows[lease.prompt], 0
-        while True:
-            key = f"{lease.lease}-{index}-{attempt}"
-            session = Session(key, self._client, self._config.model.max_len)
-            try:
-                return await play(
-                    self._make, row, session, self._renderer, task.sampling, self._limits
-                )
-            except AgentError as e:
-                if attempt == self._config.agent.retries:
-                    return Episode(session, status="error", reason=str(e))
-            attempt += 1
-
-    def _judge(self, lease: Lease, episodes: list[Episode]) -> tuple[GroupStatus, str]:
-        """The group's status: a whole group is trained, or it is dropped whole with its reason."""
-        for episode in episodes:
-            if episode.status == "error":
-                return "failed", episode.reason
-        if lease.task != TRAIN:
-            return "ready", ""
-        rewards = {e.reward for e in episodes if e.reward is not None}
-        if not rewards:
-            return "filtered", "no rollout could be scored"
-        if self._config.pool.filter_constant and len(rewards) == 1:
-            return "filtered", f"all rewards equal {rewards.pop()}"
-        return "ready", ""
-
-    def _rows(
-        self, lease: Lease, rollout: int, episode: Episode, status: str, reason: str
-    ) -> list[SegmentRow]:
-        """The segments of one rollout as shard rows; a rollout without any is one empty row."""
-        paths = episode.session.paths() or [None]
-        kept = status == "ready" or episode.status == "error"
-        return [
-            SegmentRow(
-                run=self._config.run.name,
-                prompt=lease.prompt,
-                group=lease.group,
-                rollout=rollout,
-                segment=i,
-                num_segments=len(paths),
-                task=lease.task,
-                agent=self._config.agent.name,
-                token_ids=path.token_ids if path else np.empty(0, np.int32),
-                action_spans=path.action_spans if path else np.empty((0, 2), np.int32),
-                behavior_logprobs=path.logprobs if path else np.empty(0, np.float32),
-                version_spans=path.version_spans if path else np.empty((0, 2), np.int64),
-                sampling=path.samplings if path else (),
-                reward=episode.reward,
-                turn_rewards=tuple(episode.turn_rewards),
-                status=episode.status if kept else "filtered",
-                reason=episode.reason if kept else reason,
-                metrics=json.dumps(episode.metrics),
-                messages=json.dumps(episode.messages, ensure_ascii=False),
-                engine=str(self._engine),
-                seconds=episode.seconds,
+        while not self._stop.is_set():
+            free = self._config.engine.rollouts - num_samples * len(self._playing)
+            request = control.LeaseRequest(
+                runner=self._name,
+                engine=self._engine,
+                free=free if free >= num_samples else 0,
+                holding=tuple(self._leases),
             )
-            for i, path in enumerate(paths)
-        ]
+            call = asyncio.ensure_future(self._control.call(control.LEASE, request))
+            full = self._playing.values() if not request.free else ()
+            try:
+                await asyncio.wait([call, *full], return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():
+                    continue  # there is room now
+                reply = call.result()
+            finally:
+                call.cancel()
+            for lease in reply.leases:
+                self._begin(lease, reply.partials.get(lease.group, ()), group)
+            if reply.stop:
+                self._stop.set()
 
-    # ------------------------------------------------------------ shards
+    def _begin(self, lease: Lease, partials: tuple[str, ...], group: asyncio.TaskGroup) -> None:
+        for older in [x for x in self._leases.values() if x.group == lease.group]:
+            self._drop(older.lease)  # it lapsed unnoticed and came back
+        self._leases[lease.lease] = lease
+        task = group.create_task(self._play(lease, partials))
+        self._playing[lease.lease] = task
+        task.add_done_callback(lambda _: self._over(lease))
+
+    async def _play(self, lease: Lease, partials: tuple[str, ...]) -> None:
+        try:
+            batch, record = await self._player.play(lease, partials)
+        except Stopped:
+            return
+        self._partials.drop(lease.group)
+        self._shards.add(batch, record)
+        self._finished.append(record)
+
+    def _over(self, lease: Lease) -> None:
+        del self._playing[lease.lease]
+        self._news.set()
+
+    def _drop(self, number: int) -> None:
+        """A lease is not ours any more. What is finished under it is announced, and refused."""
+        if number in self._playing and number in self._leases:
+            self._playing[number].cancel()
+            self._partials.drop(self._leases.pop(number).group)
+
+    async def _end_groups(self) -> None:
+        """End every group, having logged whatever the engine has sampled for it."""
+        stop_s = self._config.run.stop_s
+        self._deadline = asyncio.get_running_loop().time() + stop_s / 2
+        await self._client.stop(stop_s / 4)
+        for _ in range(2):  # by themselves, and cancelled
+            if self._playing:
+                await asyncio.wait(self._playing.values(), timeout=min(GRACE_S, stop_s / 8))
+            for task in self._playing.values():
+                task.cancel()
+
+    # ------------------------------------------------------------ files
 
     async def _publish(self) -> None:
         """Close the shard when it is old or big enough, or when nothing else is running."""
-        while not self._stopped or self._groups:
-            await self._finished.wait()
-            self._finished.clear()
-            section = self._config.session
-            while self._waiting:
-                due = section.shard_age_s - self._writer.age_s
-                if due <= 0 or self._writer.bytes >= section.shard_bytes or not self._groups:
-                    await self._flush()
+        section = self._config.session
+        while not self._ended.is_set():
+            await self._news.wait()
+            self._news.clear()
+            while self._finished:
+                due = section.shard_age_s - self._shards.age_s
+                if due <= 0 or self._shards.bytes >= section.shard_bytes or not self._playing:
+                    await self._close_shard()
                     continue
-                try:
-                    await asyncio.wait_for(self._finished.wait(), due)
-                except TimeoutError:
-                    continue
-                self._finished.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), due)
+                self._news.clear()
+
+    async def _close_shard(self) -> None:
+        places = await self._write(self._shards.publish)
+        groups, self._finished = self._finished[: len(places)], self._finished[len(places) :]
+        await self._announce(
+            [msgspec.structs.replace(g, where=w) for g, w in zip(groups, places, strict=True)]
+        )
+
+    async def _announce(self, groups: Sequence[Group]) -> None:
+        """Tell of groups on disk. If some are refused, one by one, to learn which."""
+        message = control.Announce(runner=self._name, groups=tuple(groups))
+        try:
+            await self._control.call(control.ANNOUNCE, message)
+        except Fenced as error:
+            for group in groups if len(groups) > 1 else ():
+                await self._announce([group])
+            if len(groups) == 1:
+                log.warning("not accepted: %s", error)
+                self._leases.pop(groups[0].lease, None)
+        else:
+            for group in groups:
+                self._leases.pop(group.lease, None)
+                self._partials.forget(group.group)
 
     async def _flush(self) -> None:
-        """Publish the open shard and announce its groups."""
-        if not self._waiting:
-            return
-        loop = asyncio.get_running_loop()
-        places = await loop.run_in_executor(None, self._writer.publish)
-        groups, self._waiting = self._waiting[: len(places)], self._waiting[len(places) :]
-        placed = tuple(_placed(g, w) for g, w in zip(groups, places, strict=True))
-        await self._control.call(
-            control.ANNOUNCE, control.Announce(runner=self.name, groups=placed)
-        )
-        for group in groups:
-            del self._leases[group.group]
+        """Write down what open sessions gained, once in a while and at the end."""
+        ended = False
+        while not ended:
+            await self._pause(self._config.session.flush_s)
+            ended = self._ended.is_set()  # then nothing comes any more
+            await self._write(self._partials.flush)
 
+    async def _write(self, publish: Callable[[], T]) -> T:
+        """Publish something, in a thread, as soon as the filesystem lets us.
 
-def _placed(group: Group, where: Where) -> Group:
-    return Group(
-        **{f: getattr(group, f) for f in group.__struct_fields__ if f != "where"}, where=where
-    )
+        Raises:
+            StoreError: it did not before the deadline of a stop.
+        """
+        loop, pause = asyncio.get_running_loop(), REFUSED_S / 16
+        while True:
+            try:
+                return await loop.run_in_executor(None, publish)
+            except StoreError as error:
+                if loop.time() > self._deadline:
+                    raise
+                log.warning("%s; nothing is lost, it is tried again", error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, REFUSED_S)
 
+    # ------------------------------------------------------------ life
 
-async def _gather(plays: Iterable[Coroutine[Any, Any, Episode]]) -> list[Episode]:
-    """All episodes; the first failure that is not the agent's cancels the others and is raised."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(p) for p in plays]
-    return [t.result() for t in tasks]
+    async def _beat(self) -> None:
+        """Say that we live, and drop what has been given to others because we did not."""
+        while not self._ended.is_set():
+            message = control.Heartbeat(runner=self._name, holding=tuple(self._playing))
+            reply = await self._control.call(control.HEARTBEAT, message)
+            for number in reply.lost:
+                self._drop(number)
+            await self._pause(self._config.pool.lease_s / BEATS)
 
+    async def _watch(self) -> None:
+        """End the process, with the line in its log, if an agent does not let the loop run."""
+        limit = self._config.agent.block_s
+        try:
+            while not self._ended.is_set():
+                faulthandler.dump_traceback_later(limit, exit=True)
+                await self._pause(min(1.0, limit / 4))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
-def _group_record(
-    lease: Lease,
-    episodes: list[Episode],
-    rows: list[SegmentRow],
-    status: GroupStatus,
-    reason: str,
-) -> Group:
-    """The journal's view of a group; `where` is filled in when its shard is published."""
-    versions = np.concatenate([r.versions[r.action_mask] for r in rows])
-    return Group(
-        lease=lease.lease,
-        group=lease.group,
-        prompt=lease.prompt,
-        task=lease.task,
-        where=Where(path="", offset=0, length=0, hash=""),
-        status=status,
-        reason=reason.splitlines()[0] if reason else "",
-        rewards=tuple(e.reward for e in episodes),
-        truncated=sum(e.status == "truncated" for e in episodes),
-        segments=tuple(
-            Segment(
-                rollout=r.rollout,
-                tokens=len(r.token_ids),
-                actions=int((r.action_spans[:, 1] - r.action_spans[:, 0]).sum()),
-            )
-            for r in rows
-        ),
-        version_min=int(versions.min()) if len(versions) else lease.version,
-        version_max=int(versions.max()) if len(versions) else lease.version,
-        seconds=max(e.seconds for e in episodes),
-    )
+    async def _pause(self, seconds: float) -> None:
+        """Wait, unless everything has ended."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
 
 
 async def main(run: Path, config: Config) -> None:
     """Entry point of a runner process, whose place is in its environment."""
-    engine, index = int(os.environ["MOLT_ENGINE"]), int(os.environ["MOLT_RUNNER"])
-    await Runner(run, config, engine, index, Path(os.environ["MOLT_SOCKET"])).run()
+    engine, name = int(os.environ["MOLT_ENGINE"]), os.environ["MOLT_RUNNER_NAME"]
+    await Runner(run, config, engine, name, Path(os.environ["MOLT_SOCKET"])).run()

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -107,6 +107,16 @@ class RunDir:
         """Directory of the checkpoint after `step`."""
         return self.checkpoints / f"step-{step:06d}"
 
+    def changes(self, attempt: int) -> dict[str, tuple[Any, Any]]:
+        """Config keys that an attempt has otherwise than the one before: key → (before, now)."""
+        paths = (self.logs / f"attempt-{n}" / "config.json" for n in range(attempt, 0, -1))
+        newest = [_flat(msgspec.json.decode(p.read_bytes())) for p in paths if p.exists()][:2]
+        if len(newest) < 2:
+            return {}
+        now, before = newest
+        keys = sorted(before.keys() | now.keys())
+        return {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
+
     def attempt_dir(self) -> Path:
         """Make and return the next logs/attempt-N."""
         taken = [int(p.name.rpartition("-")[2]) for p in self.logs.glob("attempt-*")]
@@ -116,12 +126,18 @@ class RunDir:
 
 
 def append_metrics(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one object to metrics.jsonl in one write. A tail that a crash tore is cut first."""
+    """Append one object to metrics.jsonl in one write. A tail that a crash tore is cut first.
+
+    Nothing is appended if the last line is of the same version: whoever wrote it could not say so.
+    """
     with path.open("a+b", buffering=0) as file:
         whole = _whole_bytes(file.fileno())
         if whole < os.fstat(file.fileno()).st_size:
             file.truncate(whole)
-        file.write(msgspec.json.encode(row) + b"\n")
+        start = _whole_bytes(file.fileno(), whole - 1)
+        last = _version_of(os.pread(file.fileno(), whole - start, start))
+        if last is None or last != row.get("version"):
+            file.write(msgspec.json.encode(row) + b"\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -146,10 +162,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _whole_bytes(fd: int) -> int:
-    """Length of the file up to and including its last newline."""
-    end = os.fstat(fd).st_size
-    while end:
+def _version_of(line: bytes) -> Any:
+    """None if the line cannot be read: nothing but the plots depends on it."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any]).get("version")
+    except msgspec.DecodeError:
+        return None
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in cast(dict[str, Any], tree).items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def _whole_bytes(fd: int, end: int | None = None) -> int:
+    """Length of the file up to and including its last newline, of those before `end`."""
+    end = os.fstat(fd).st_size if end is None else end
+    while end > 0:
         start = max(0, end - 4096)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
         if newline >= 0:

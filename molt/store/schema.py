@@ -42,6 +42,7 @@ SCHEMA = pa.schema(
         _field("run", _text),
         _field("prompt", pa.int64()),
         _field("group", pa.int64()),
+        _field("lease", pa.int64()),
         _field("rollout", pa.int32()),
         _field("segment", pa.int32()),
         _field("num_segments", pa.int32()),
@@ -59,6 +60,7 @@ SCHEMA = pa.schema(
         _field("sampling", _lists(_sampling)),
         _field("metrics", _text),
         _field("messages", _text),
+        _field("resumed_tokens", pa.int32()),
         _field("engine", _text),
         _field("seconds", pa.float64()),
     ],
@@ -81,6 +83,7 @@ class SegmentRow:
     action_spans: npt.NDArray[np.int32]  # [a, 2] start, end
     behavior_logprobs: npt.NDArray[np.float32]  # [n] nats, NaN off the actions
     version_spans: npt.NDArray[np.int64]  # [v, 2] end, version
+    lease: int = 0
     segment: int = 0
     num_segments: int = 1  # of this rollout
     task: str = TRAIN
@@ -93,6 +96,7 @@ class SegmentRow:
     sampling: tuple[Sampling, ...] = ()  # one an action span; stop strings are not kept
     metrics: str = "{}"  # JSON object
     messages: str = "[]"  # JSON: the conversation as text, for people
+    resumed_tokens: int = 0  # sampled by a session that was cut, and taken over
     engine: str = ""
     seconds: float = 0.0
 

@@ -2,10 +2,11 @@
 """Shards: groups on disk. One record batch of an Arrow file is one group, one row is one segment.
 
 Writing: `to_batch` makes a batch from numpy buffers; `ShardWriter` collects batches and publishes
-them as `shards/<writer>/NNNNNNNN.arrow`, telling where the bytes of each one are (`Where`).
-Reading: `read_group` reads those bytes and no others, and refuses them unless their hash is the
-journal's; `ragged` gives a list column as flat values and offsets, and `to_rows` undoes
-`to_batch`.
+them as `shards/<writer>/NNNNNNNN.arrow`, telling where the bytes of each one are (`Where`). Each
+batch carries its journal record as metadata, so a shard whose announcement was lost speaks for
+itself. Reading: `read_group` reads the bytes of one group and no others, and refuses them unless
+their hash is the journal's; `read_records` gives the records of a shard; `ragged` gives a list
+column as flat values and offsets, and `to_rows` undoes `to_batch`.
 
 Nothing here makes a Python list of tokens, maps a file into memory or looks a name up before it
 exists.
@@ -22,12 +23,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from molt.records import Sampling, StoreError, Where
+from molt.records import Group, Sampling, StoreError, Where
 from molt.store.files import publishing
 from molt.store.schema import SCHEMA, SegmentRow
 
@@ -35,6 +37,7 @@ Array = npt.NDArray[Any]
 
 MAGIC_BYTES = 8  # "ARROW1" and padding; the schema message follows
 HEAD_BYTES = 1 << 14  # enough for a schema message
+RECORD = b"molt.group"  # metadata key of a batch's journal record
 CODECS = {"none": None, "zstd": pa.Codec("zstd", compression_level=1)}
 
 
@@ -166,7 +169,7 @@ class ShardWriter:
         self._run_dir = run_dir
         self._directory = Path("shards") / writer
         self._options = pa.ipc.IpcWriteOptions(compression=CODECS[compression])
-        self._waiting: list[tuple[float, pa.RecordBatch]] = []  # time of `add`, batch
+        self._waiting: list[tuple[float, pa.RecordBatch, Group | None]] = []  # time of `add`, …
         self._next = 0
         try:
             (run_dir / self._directory).mkdir(parents=True)
@@ -183,16 +186,16 @@ class ShardWriter:
     @property
     def bytes(self) -> int:
         """Their size in memory."""
-        return sum(batch.nbytes for _, batch in self._waiting)
+        return sum(batch.nbytes for _, batch, _ in self._waiting)
 
     @property
     def age_s(self) -> float:
         """Seconds since the oldest of them was added; 0 if there is none."""
         return time.monotonic() - self._waiting[0][0] if self._waiting else 0.0
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Hold a group until the next `publish`."""
-        self._waiting.append((time.monotonic(), batch))
+    def add(self, batch: pa.RecordBatch, record: Group | None = None) -> None:
+        """Hold a group, and its record without a place, until the next `publish`."""
+        self._waiting.append((time.monotonic(), batch, record))
 
     def publish(self) -> list[Where]:
         """Write what is held as one shard.
@@ -203,7 +206,7 @@ class ShardWriter:
         Raises:
             StoreError: the filesystem refused; no file is left behind, the batches are still held.
         """
-        batches = [batch for _, batch in self._waiting]
+        batches = [(batch, record) for _, batch, record in self._waiting]
         if not batches:
             return []
         path = self._directory / f"{self._next:08d}.arrow"
@@ -243,14 +246,18 @@ class _Hashed:
 
 
 def _write(
-    file: BinaryIO, batches: list[pa.RecordBatch], path: str, options: pa.ipc.IpcWriteOptions
+    file: BinaryIO,
+    batches: list[tuple[pa.RecordBatch, Group | None]],
+    path: str,
+    options: pa.ipc.IpcWriteOptions,
 ) -> list[Where]:
     """Write an Arrow file; its schema goes out with the first batch, so its end is computed."""
     sink: Any = _Hashed(file, MAGIC_BYTES + SCHEMA.serialize().size)
     with pa.ipc.new_file(pa.PythonFile(sink, "w"), SCHEMA, options=options) as writer:
         places: list[Where] = []
-        for batch in batches:
-            writer.write_batch(batch)
+        for batch, record in batches:
+            metadata = {RECORD: msgspec.json.encode(record)} if record else None
+            writer.write_batch(batch, custom_metadata=metadata)
             places.append(sink.take(path))
         return places
 
@@ -292,6 +299,36 @@ def read_group(run_dir: Path, where: Where, deadline_s: float = 120.0) -> pa.Rec
             f"{path} bytes {where.offset}+{where.length} are no group ({error}): restore the file"
         ) from error
     return batch
+
+
+def read_records(run_dir: Path, path: Path | str) -> list[Group]:
+    """The records of all groups in a published shard, with their places.
+
+    Raises:
+        StoreError: it is not a whole shard.
+    """
+    groups: list[Group] = []
+    try:
+        with pa.OSFile(str(run_dir / path), "rb") as file:
+            reader: Any = pa.ipc.open_file(file)
+            for index in range(reader.num_record_batches):
+                _, metadata = reader.get_batch_with_custom_metadata(index)
+                groups.append(msgspec.json.decode(metadata[RECORD], type=Group))
+            file.seek(MAGIC_BYTES + SCHEMA.serialize().size)
+            return [_placed(group, file, str(path)) for group in groups]
+    except (pa.ArrowException, OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{run_dir / path} is not a whole shard of groups: {error}") from error
+
+
+def _placed(group: Group, file: Any, path: str) -> Group:
+    """The record of the batch that starts where `file` stands; leaves it at the batch's end."""
+    start = file.tell()
+    pa.ipc.read_message(file)
+    length = file.tell() - start
+    file.seek(start)
+    digest = xxhash.xxh3_128_hexdigest(file.read(length))
+    where = Where(path=path, offset=start, length=length, hash=digest)
+    return msgspec.structs.replace(group, where=where)
 
 
 def _open(path: Path, deadline_s: float) -> int:

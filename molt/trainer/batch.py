@@ -68,8 +68,21 @@ class Batch:
         return torch.arange(int(cu_seqlens[-1])) + shift.repeat_interleave(lengths), cu_seqlens
 
 
+class UnreadableError(StoreError):
+    """Groups of a plan whose bytes are gone or damaged: group → reason."""
+
+    def __init__(self, groups: dict[int, str]) -> None:
+        super().__init__("; ".join(groups.values()))
+        self.groups = groups
+
+
 def read_plan(
-    run_dir: Path, groups: tuple[Group, ...], lags: dict[int, int], rank: int, world: int
+    run_dir: Path,
+    groups: tuple[Group, ...],
+    lags: dict[int, int],
+    rank: int,
+    world: int,
+    deadline_s: float = 120.0,
 ) -> Batch:
     """Read this rank's share of a plan.
 
@@ -79,16 +92,22 @@ def read_plan(
         lags: For each version in them, by how many steps it is older than the weights trained now.
         rank: This rank.
         world: Number of ranks.
+        deadline_s: How long an announced shard may stay invisible.
 
     Raises:
-        StoreError: a shard is damaged, or a sampled token has no usable log-probability.
+        UnreadableError: shards of this rank's share are gone or damaged.
+        StoreError: a sampled token has no usable log-probability.
     """
     num_tokens = [sum(s.tokens for s in g.segments) for g in groups]
     mine = [groups[i] for i in assign(num_tokens, world)[rank]]
     sizes = [len(g.rewards) for g in groups]
     rewards = [np.nan if r is None else r for g in groups for r in g.rewards]
     first_rollout = dict(zip((g.group for g in groups), np.cumsum([0, *sizes[:-1]]), strict=True))
-    arrays = [_arrays(read_group(run_dir, g.where), g, first_rollout[g.group], lags) for g in mine]
+    batches = _read_groups(run_dir, mine, deadline_s)
+    arrays = [
+        _arrays(rows, g, first_rollout[g.group], lags)
+        for rows, g in zip(batches, mine, strict=True)
+    ]
     joined = {name: _join([a[name] for a in arrays], dtype) for name, dtype in _DTYPES.items()}
     lengths = joined.pop("lengths")
     return Batch(
@@ -98,6 +117,19 @@ def read_plan(
         facts=facts_of(groups),
         **joined,
     )
+
+
+def _read_groups(run_dir: Path, groups: list[Group], deadline_s: float) -> list[pa.RecordBatch]:
+    batches: list[pa.RecordBatch] = []
+    unreadable: dict[int, str] = {}
+    for group in groups:
+        try:
+            batches.append(read_group(run_dir, group.where, deadline_s))
+        except StoreError as error:
+            unreadable[group.group] = str(error)
+    if unreadable:
+        raise UnreadableError(unreadable)
+    return batches
 
 
 _DTYPES = {
@@ -138,7 +170,7 @@ def _arrays(
     temperature = np.ones(len(tokens), np.float32)
     temperature[action_mask] = np.repeat(sampling["temperature"], spans["end"] - spans["start"])
     version_ends = versions["end"] + np.repeat(starts, np.diff(versions_of_row))
-    lag = [lags[v] if v >= 0 else 0 for v in versions["version"].tolist()]  # one a span; −1 = never
+    lag = [lags.get(v, 0) for v in versions["version"].tolist()]  # one a span; −1 = never
     return {
         "tokens": tokens,
         "lengths": np.diff(offsets),
@@ -170,6 +202,9 @@ def facts_of(groups: tuple[Group, ...]) -> dict[str, float]:
         "rollout/segments": len(segments) / rollouts,
         "rollout/truncated_fraction": sum(g.truncated for g in groups) / rollouts,
         "rollout/replay_miss": float(sum(g.replay_miss for g in groups)),
+        "rollout/resumed_tokens": float(sum(g.resumed for g in groups)),
+        "rollout/dead_tokens": float(sum(g.dead for g in groups)),
+        "rollout/retries": float(sum(g.retries for g in groups)),
     }
     if len(rewards):
         facts |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}

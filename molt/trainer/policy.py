@@ -16,6 +16,7 @@ Another policy is a function `factory(config, rank, world) -> Policy`, named in 
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,8 +79,11 @@ class Policy(Protocol):
         """Whole tensors in `model.dtype` by HF name, one at a time, tied ones once. Collective."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write weights and optimizer state into a directory. Collective."""
+    def save(self, path: Path) -> "Future[Any]":
+        """Begin to write weights and optimizer state, as they are now, into a directory.
+
+        Collective. Training may go on at once; the files are whole when the future says so.
+        """
         ...
 
     def load(self, path: Path, optimizer: bool = True) -> None:
@@ -116,6 +120,7 @@ class AutoModelPolicy:
         self._arrange = {"rows": _rows, "packed": _packed}[layout]
         self._autocast = world == 1 and self.dtype != torch.float32  # FSDP casts where it shards
         self._keep_gathered = _stays_gathered(config)
+        self._saving: Any = None  # process group of the checkpoints
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.optim.lr,
@@ -179,13 +184,21 @@ class AutoModelPolicy:
                 adapter.convert_single_tensor_to_hf(name, whole) if adapter else [(name, whole)]
             )
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> "Future[Any]":
         """See `Policy.save`."""
         state = {
             "model": self._state(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
         }
-        dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        if dist.is_initialized() and self._saving is None:  # its collectives run beside the step's
+            self._saving = dist.new_group(backend="gloo")
+        writing: Any = dcp.async_save(
+            state,
+            checkpoint_id=path,
+            process_group=self._saving,
+            no_dist=not dist.is_initialized(),
+        )
+        return writing
 
     def load(self, path: Path, optimizer: bool = True) -> None:
         """See `Policy.load`."""

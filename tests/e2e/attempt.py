@@ -94,6 +94,14 @@ class Attempt:
         (process or self.process).kill()
         return self
 
+    def kill_everything(self) -> "Attempt":
+        """SIGKILL to `molt train` and to every process below it."""
+        self._since = time.monotonic()
+        for process in [self.process, *self.process.children(recursive=True)]:
+            if lives(process):
+                process.kill()
+        return self.end()
+
     def interrupt(self) -> "Attempt":
         """Ctrl-C."""
         self._since = time.monotonic()

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from molt import transfer
+from molt import control, transfer
 from molt.config import Config
 from molt.records import EngineError, Publication, Sampling
 from molt.rollout.client import Client, Completion
-from molt.rollout.engine import Server
+from molt.rollout.engine import Server, make_home
+from molt.rollout.task import EngineTask
+from molt.store.run import RunDir
+from tests.unit.coordinator.test_server import CONFIG as COORDINATOR
+from tests.unit.coordinator.test_server import Peers, coordinator_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -46,7 +51,8 @@ class Trainer:
             step=version,
             address="127.0.0.1",
             port=self.store.port,
-            world=2,
+            members=(0,),
+            workers=1,
             communicator=f"after-{self.failures}-failures",
             tensors=transfer.describe(weights.items()),
             bucket_bytes=100_000,  # a dozen buckets, every matrix split
@@ -81,7 +87,8 @@ class Rig:
         self.models = models
         self.config = Config.model_validate({"model": {"path": str(models[0]), "max_len": 512}})
         self.runner = asyncio.Runner()
-        self.server = Server(self.config, 0, log)
+        self.home = make_home()
+        self.server = Server(self.config, 0, self.home, log)
         self.trainer = Trainer()
         self.version = 0
         self.client = self.runner.run(self._start())
@@ -120,6 +127,7 @@ class Rig:
 
         self.runner.run(end())
         self.runner.close()
+        self.home.rmdir()
 
 
 @pytest.fixture(scope="module")
@@ -224,17 +232,17 @@ def test_an_aborted_sample_returns_what_it_has_and_continues_exactly(rig: Rig):
     async def run() -> tuple[np.ndarray, Completion, Completion]:
         prompt = np.arange(40, 60, dtype=np.int32)
         while True:  # until a sample did not end by itself first
+            client = Client(rig.server.socket, rig.config.engine)
             pair = [
-                asyncio.ensure_future(
-                    rig.client.generate(prompt, Sampling(max_tokens=400), f"a{i}")
-                )
+                asyncio.ensure_future(client.generate(prompt, Sampling(max_tokens=400), f"a{i}"))
                 for i in range(16)
             ]
             await asyncio.sleep(0.1)
-            await rig.client.abort()
+            await client.stop(10)
             cut = [
                 answer for answer in await asyncio.gather(*pair) if answer.finish_reason == "abort"
             ]
+            await client.close()
             if cut and len(cut[0].token_ids):
                 break
         partial = cut[0]
@@ -276,11 +284,11 @@ def test_a_server_dies_with_its_parent_and_leaves_nothing(
 import asyncio
 from pathlib import Path
 from molt.config import Config
-from molt.rollout.engine import Server
+from molt.rollout.engine import Server, make_home
 
 async def main():
     config = Config.model_validate({{"model": {{"path": {str(toy_models[0])!r}, "max_len": 512}}}})
-    server = Server(config, 0, Path({str(tmp_path / "vllm.log")!r}))
+    server = Server(config, 0, make_home(), Path({str(tmp_path / "vllm.log")!r}))
     await server.start()
     await server.wait_healthy()
     print(server.socket, flush=True)
@@ -298,7 +306,101 @@ asyncio.run(main())
     parent.communicate()
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
-    assert not socket.parent.exists()
+    assert not socket.parent.parent.exists()
+
+
+class Publisher:
+    """A trainer's rank 0 towards a real coordinator and a real engine task."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.call, self.lineage = peers.client.call, peers.lineage
+        self.store = transfer.host("127.0.0.1", 60.0)
+        self.requests = 0
+
+    async def meet(self, weights: Weights) -> tuple[int, transfer.Communicator]:
+        """Begin a publication and build its communicator: the engine waits for the first bucket."""
+        self.requests += 1
+        request = control.PublishRequest(
+            step=0, lineage=self.lineage, address="127.0.0.1", port=self.store.port, workers=1,
+            communicator="", fresh=f"c{self.requests}", tensors=transfer.describe(weights.items()),
+            bucket_bytes=1 << 20,
+        )  # fmt: skip
+        while not (reply := await self.call(control.PUBLISH, request)).version:
+            pass
+        cpu = torch.device("cpu")
+        return reply.version, await asyncio.to_thread(
+            transfer.Communicator, self.store, reply.communicator, 0, 2, cpu, 60.0
+        )
+
+    async def outcome(self, version: int) -> str:
+        while not (
+            done := await self.call(control.PUBLISHED, control.PublishWait(version=version))
+        ).done:
+            pass
+        return done.error
+
+
+def test_an_engine_that_dies_in_an_update_is_replaced_and_takes_the_next_one(
+    toy_models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    base = COORDINATOR.model_dump()
+    base["model"] |= {"path": str(toy_models[0]), "max_len": 512}
+    config = Config.model_validate(base)
+    run = RunDir.create(tmp_path / "run", b"{}").path
+    weights = load_file(toy_models[1] / "model.safetensors")
+    monkeypatch.setattr("molt.rollout.task.RUNNER", ("/bin/sh", "-c", "exec sleep 1000"))
+
+    others = cores()
+
+    async def work(peers: Peers, task: EngineTask) -> None:
+        publications = peers.coordinator.publications
+        del publications.engines[0]  # the one that these tests' coordinator makes up
+        publisher = Publisher(peers)
+        version, communicator = await publisher.meet(weights)
+        incarnation = publications.up[0]
+        (core,) = [p for p in cores() if p not in others]
+        core.kill()
+        killed = time.monotonic()
+        assert "engine 0" in await publisher.outcome(version)
+        assert not task._link.exists()
+        communicator.close()
+        version, communicator = await publisher.meet(weights)
+        assert time.monotonic() - killed < 120
+        assert publications.up[0] != incarnation
+        await asyncio.to_thread(communicator.send, weights.items(), 1 << 20)
+        assert await publisher.outcome(version) == ""
+        client = Client(task._link, config.engine)
+        prompt = np.arange(10, 30, dtype=np.int32)
+        answer = await client.generate(prompt, Sampling(max_tokens=64), "r")
+        await client.close()
+        communicator.close()
+        logprobs = reference(toy_models[1], prompt, answer.token_ids, 1.0)
+        assert np.abs(logprobs - answer.logprobs).max() <= TOLERANCE
+        assert answer.version_spans.tolist() == [[len(answer.token_ids), version]]
+
+    async def main() -> None:
+        async with coordinator_of(run, config) as peers:
+            await peers.start()
+            monkeypatch.setenv("MOLT_COORDINATOR", peers.client._base.removeprefix("http://"))
+            task = EngineTask(run, config, 0, tmp_path)
+            running = asyncio.create_task(task.run())
+            working = asyncio.create_task(work(peers, task))
+            ends = asyncio.FIRST_COMPLETED
+            await asyncio.wait({working, running}, timeout=280, return_when=ends)
+            working.result()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await running
+
+    asyncio.run(main())
+
+
+def cores() -> list[psutil.Process]:
+    """The engine cores that were started by this process: their title replaces their command."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "EngineCore" in " ".join(process.cmdline())
+    ]
 
 
 def test_an_incomplete_publication_fails_and_spoils_the_server(rig: Rig):

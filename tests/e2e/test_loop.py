@@ -131,7 +131,7 @@ def test_no_trained_token_is_older_than_the_weights_it_trains(run: Finished):
 
 
 def test_every_group_of_the_journal_verifies(run: Finished):
-    assert list(verify(run.path)) == []
+    assert [f for f in verify(run.path) if f.kind == "problem"] == []
     assert len(run.of(Group)) == STEPS * GROUPS + 2 * 2 * 6  # two evaluations, twice, of 6 prompts
 
 
@@ -312,7 +312,7 @@ def test_the_real_model_takes_three_steps(tmp_path: Path):
         assert [row["step"] for row in attempt.rows] == [1, 2, 3]
         assert all(row["lag/max"] <= 1 for row in attempt.rows)
         assert attempt.rows[0]["mismatch/ratio_max"] <= 1.001  # on-policy: one version so far
-        assert list(verify(attempt.run)) == []
+        assert [f for f in verify(attempt.run) if f.kind == "problem"] == []
         assert attempt.left(5.0) == []
     finally:
         attempt.close()

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from molt.store.journal import Journal
+from molt.store.run import RunDir
+
 CONFIG = """
 [data]
 source = "rows.jsonl"
@@ -74,6 +77,8 @@ def test_a_missing_config_file_names_its_neighbour(home: Path):
         ("inspect", "nowhere"),
         ("inspect", "model"),
         ("inspect", "model", "--group", "1"),
+        ("verify", "nowhere"),
+        ("verify", "model"),
         ("export", "nowhere", "--to", "out"),
         ("train", "run.toml", "--run-dir", "model"),
     ],
@@ -86,3 +91,31 @@ def test_a_directory_that_is_no_run_is_one_line(home: Path, arguments: tuple[str
     (line,) = result.stderr.splitlines()
     assert line.startswith("molt: ")
     assert "is not a run directory" in line
+
+
+def test_verify_says_whether_a_run_is_whole_also_by_its_status(home: Path):
+    run = RunDir.create(home / "run", b"{}")
+    Journal.start(run.path, "r")
+    whole = molt(home, "verify", "run")
+    assert whole.returncode == 0
+    assert whole.stdout.splitlines()[0] == "checked  journal: 1 epochs, 1 records"
+    assert whole.stdout.splitlines()[-1] == "run is whole"
+    (run.journal / "00000001.jsonl").write_bytes(b"x")
+    damaged = molt(home, "verify", "run")
+    assert damaged.returncode == 1
+    assert damaged.stdout.splitlines()[-1] == "run is not whole: 1 problems"
+    assert not damaged.stderr
+
+
+def test_doctor_measures_a_directory(home: Path):
+    before = sorted(home.iterdir())
+    result = molt(home, "doctor", ".")
+    assert result.returncode == 0, result.stdout
+    assert "fsync" in result.stdout
+    assert sorted(home.iterdir()) == before
+
+
+def test_doctor_of_nothing_is_one_line(home: Path):
+    result = molt(home, "doctor", "nowhere")
+    assert result.returncode == 2
+    assert result.stderr == "molt: nowhere is no directory: name the one that runs will lie in\n"

@@ -2,8 +2,9 @@
 """The weight communicator over gloo, one thread a rank."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Timer
 
 import pytest
 import torch
@@ -109,10 +110,13 @@ def test_tensors_in_another_order_than_announced_are_named() -> None:
         assert "2 of 2 tensors arrived changed, first two" in str(error)
 
 
-def test_the_checksum_sees_a_changed_word_and_a_swap() -> None:
+@pytest.mark.parametrize("checksum", [transfer.checksum, transfer._sum])
+def test_the_checksum_sees_a_changed_word_and_a_swap(
+    checksum: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     # Over three chunks of 2^18 words, so that the mix between chunks counts too.
     words = torch.arange(3 * transfer.CHUNK, dtype=torch.int64)
-    whole = transfer.checksum(words.view(torch.uint8))
+    whole = checksum(words.view(torch.uint8))
     swapped = words.clone()
     swapped[0], swapped[transfer.CHUNK] = (
         words[transfer.CHUNK],
@@ -123,14 +127,14 @@ def test_the_checksum_sees_a_changed_word_and_a_swap() -> None:
     near = words.clone()
     near[5], near[6] = words[6], words[5]
     for other in (swapped, changed, near):
-        assert transfer.checksum(other.view(torch.uint8)) != whole
-    assert transfer.checksum(words.clone().view(torch.uint8)) == whole
+        assert checksum(other.view(torch.uint8)) != whole
+    assert checksum(words.clone().view(torch.uint8)) == whole
 
 
 def test_the_checksum_is_the_weighted_sum_it_says() -> None:
     # 3·1 + 5·3 + 7·5 = 53
     words = torch.tensor([3, 5, 7], dtype=torch.int64)
-    assert transfer.checksum(words.view(torch.uint8)).item() == 53
+    assert transfer._sum(words.view(torch.uint8)).item() == 53
 
 
 def test_a_rank_that_does_not_come_is_an_error_after_the_deadline() -> None:
@@ -151,25 +155,38 @@ def test_no_store_is_an_error_after_the_deadline() -> None:
         transfer.join("127.0.0.1", port, 0.5)
 
 
-def test_a_receiver_that_stalls_fails_the_sender_which_still_drains_the_weights() -> None:
-    # Gathering the weights is a collective of the trainer's ranks: half done, it would hang them.
-    drained = []
-
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights():
-            drained.append(name)
-            yield name, tensor
-
+def test_a_receiver_that_stalls_fails_the_sender_at_the_deadline() -> None:
     def run(communicator: transfer.Communicator) -> object:
         if communicator.rank == 0:
-            return communicator.send(gathered(), 16)
+            return communicator.send(weights(), 16)
         time.sleep(2.5)
         return None
 
     sender, _ = meet(2, run, timeout_s=1.0)
     assert isinstance(sender, EngineError)
-    assert "a weight broadcast failed on rank 0" in str(sender)
-    assert drained == [name for name, _ in weights()]
+    assert str(sender).startswith("a weight broadcast failed on rank 0: ")
+    assert "pair.cc" not in str(sender)
+
+
+def test_giving_up_ends_a_send_between_two_buckets() -> None:
+    def run(communicator: transfer.Communicator) -> object:
+        if communicator.rank == 0:
+            communicator.broadcast(torch.zeros(1))
+            communicator.give_up()
+            return communicator.send(weights(), 16)
+        communicator.broadcast(torch.zeros(1))
+        return None
+
+    sender, _ = meet(2, run)
+    assert str(sender) == "the publication was given up"
+
+
+def test_giving_up_ends_the_wait_for_ranks_that_do_not_come() -> None:
+    store = transfer.host("127.0.0.1", 30.0)
+    given_up = Event()
+    Timer(0.1, given_up.set).start()
+    with pytest.raises(EngineError, match="given up"):
+        transfer.Communicator(store, "alone", 0, 2, CPU, 30.0, given_up.is_set)
 
 
 def test_a_sender_that_dies_fails_the_receiver() -> None:

@@ -23,6 +23,7 @@ from molt.records import (
     Sampling,
     Segment,
     StoreError,
+    Void,
     Where,
 )
 from molt.store.journal import Journal
@@ -36,6 +37,10 @@ MESSAGES = [{"role": "user", "content": "2+[bold]3"}, {"role": "assistant", "con
 
 def create(path: Path, model: str = "") -> RunDir:
     return RunDir.create(path / "run", json.dumps({"model": {"path": model}}).encode())
+
+
+def start(run: RunDir) -> Journal:
+    return Journal.start(run.path, "add")[0]
 
 
 def group(number: int, where: Where = GONE, **more: Any) -> Group:
@@ -98,7 +103,7 @@ def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path) -> None:
 
 def test_the_overview_tells_every_group_s_fate_without_a_shard(tmp_path: Path) -> None:
     run = create(tmp_path)
-    journal = Journal.start(run.path, "add")
+    journal = start(run)
     journal.append([PublishBegin(version=1, step=0, lineage=1), PublishEnd(version=1)])
     journal.append(Lease(lease=n + 1, group=n, prompt=n, version=1) for n in range(6))
     journal.append(
@@ -131,31 +136,59 @@ def test_the_overview_tells_every_group_s_fate_without_a_shard(tmp_path: Path) -
     assert "dropped 1 ×: step raised KeyError" in text
 
 
-def test_a_dead_coordinator_s_leases_are_returned(tmp_path: Path) -> None:
+def test_a_lease_outlives_its_coordinator_but_not_its_end(tmp_path: Path) -> None:
     run = create(tmp_path)
-    Journal.start(run.path, "add").append([Lease(lease=1, group=0, prompt=0)])
-    assert line_of(overview(run), 0)[3] == "leased"
-    Journal.start(run.path, "add")
+    start(run).append([Lease(lease=1, group=0, prompt=0)])
+    journal = start(run)
+    text = overview(run)
+    assert "started 2 ×" in text
+    assert line_of(text, 0)[3] == "leased"
+    journal.append([LeaseEnd(lease=1, group=0, reason="its attempt ended")])
     assert line_of(overview(run), 0)[3] == "returned"
 
 
-def test_the_lag_of_an_abandoned_lineage_counts_from_the_fork(tmp_path: Path) -> None:
+def test_a_void_plan_gives_its_groups_back(tmp_path: Path) -> None:
     run = create(tmp_path)
-    journal = Journal.start(run.path, "add")
+    leases = [Lease(lease=n + 1, group=n, prompt=n, version=1) for n in range(2)]
+    start(run).append(
+        [
+            PublishBegin(version=1, step=0, lineage=1),
+            PublishEnd(version=1),
+            *leases,
+            group(0),
+            group(1),
+            Plan(step=1, groups=(0, 1)),
+            Void(step=1, groups=(1,), reason="changed or cut"),
+        ]
+    )
+    text = overview(run)
+    assert line_of(text, 0)[3:5] == ["ready", "–"]
+    assert line_of(text, 1)[3:5] == ["returned", "–"]
+    assert line_of(text, 1)[-3:] == ["changed", "or", "cut"]
+
+
+def test_lag_counts_from_the_step_of_a_void_plan_and_not_from_a_restore(tmp_path: Path) -> None:
+    run = create(tmp_path)
+    journal = start(run)
     for version, step in ((1, 0), (2, 5)):
         journal.append(
             [PublishBegin(version=version, step=step, lineage=1), PublishEnd(version=version)]
         )
-    # back to step 2: tokens of version 2 (step 5) are as old as the fork when step 4 trains
-    journal.append(
-        [Restore(step=2, lineage=2, version=2), group(0, version_min=2), Plan(step=4, groups=(0,))]
-    )
-    assert line_of(overview(run), 0)[13] == "1"  # (4 − 1) − 2
+    # Back to step 2, whose plans are replayed: step 5 is again what version 2 was published from.
+    newer = group(0, version_min=2)
+    journal.append([Restore(step=2, lineage=2, version=2), newer, Plan(step=7, groups=(0,))])
+    assert line_of(overview(run), 0)[13] == "1"  # (7 − 1) − 5
+    # Void: what is trained as step 7 now differs, and so does everything after step 6.
+    journal.append([PublishBegin(version=3, step=8, lineage=2), PublishEnd(version=3)])
+    journal.append([Void(step=7, groups=(), reason=""), group(1, version_min=3)])
+    journal.append([Plan(step=9, groups=(0, 1))])
+    assert line_of(overview(run), 0)[13] == "3"  # (9 − 1) − 5
+    assert line_of(overview(run), 1)[13] == "2"  # (9 − 1) − min(8, 6)
 
 
 def test_evaluations_show_their_progress(tmp_path: Path) -> None:
     run = create(tmp_path)
-    Journal.start(run.path, "add").append(
+    start(run).append(
         [
             group(-1, task="greedy", rewards=(0.0,)),
             group(-2, task="greedy", rewards=(None,)),
@@ -169,7 +202,7 @@ def test_evaluations_show_their_progress(tmp_path: Path) -> None:
 
 def test_the_limit_keeps_the_newest(tmp_path: Path) -> None:
     run = create(tmp_path)
-    Journal.start(run.path, "add").append(group(n) for n in range(9))
+    start(run).append(group(n) for n in range(9))
     append_metrics(run.metrics, {"step": 3, "reward/mean": 0.75, "lag/max": None})
     text = overview(run, limit=2)
     assert [x.split()[0] for x in text.splitlines() if " train " in x] == ["7", "8"]
@@ -184,7 +217,7 @@ def whole(tmp_path: Path) -> RunDir:
     writer = ShardWriter(run.path, "w")
     writer.add(to_batch(rows(0)))
     (where,) = writer.publish()
-    Journal.start(run.path, "add").append(
+    start(run).append(
         [Lease(lease=1, group=0, prompt=0, runner="runner-0"), group(0, where), group(1)]
     )
     return run
@@ -207,7 +240,7 @@ def test_a_group_without_its_shard_is_shown_from_the_journal(whole: RunDir) -> N
 
 def test_a_leased_group_has_nothing_on_disk(tmp_path: Path) -> None:
     run = create(tmp_path)
-    Journal.start(run.path, "add").append([Lease(lease=1, group=0, prompt=0)])
+    start(run).append([Lease(lease=1, group=0, prompt=0)])
     for show in (lambda c: views.group(run.path, 0, c), lambda c: views.rollout(run.path, 0, 0, c)):
         assert "nothing of it is on disk yet" in text_of(show)
 

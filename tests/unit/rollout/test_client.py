@@ -13,9 +13,10 @@ from aiohttp import web
 
 from molt.config import Engine
 from molt.records import EngineError, Sampling
-from molt.rollout.client import Client
+from molt.rollout.client import PROBE_S, Client, EngineLost
 
 PROMPT = np.array([5, 6, 7], np.int32)
+STATUSES = {400: web.HTTPBadRequest, 500: web.HTTPInternalServerError}
 
 
 def choice(index: int, ids: list[int], reason: str | None = "length", **changes) -> dict:
@@ -44,6 +45,7 @@ class Stub:
         self.bodies: list[dict] = []
         self.aborted: list[str] = []
         self.dropped = 0
+        self.health = 503
         self.release = asyncio.Event()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -62,6 +64,9 @@ class Stub:
             self.dropped += 1
             raise
 
+    async def healthy(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
+
     async def abort(self, request: web.Request) -> web.Response:
         self.aborted += (await request.json())["request_ids"]
         self.release.set()
@@ -71,6 +76,7 @@ class Stub:
     async def serve(self, tmp_path: Path, **engine) -> AsyncIterator[Client]:
         application = web.Application()
         application.router.add_post("/inference/v1/generate", self.generate)
+        application.router.add_get("/health", self.healthy)
         application.router.add_post("/abort_requests", self.abort)
         runner = web.AppRunner(application, handler_cancellation=True)
         await runner.setup()
@@ -243,7 +249,7 @@ def content(*logprobs: object) -> dict:
     [
         ({"logprobs": None}, "log-probabilities of 0 tokens for 2"),
         ({"logprobs": content(-0.1)}, "log-probabilities of 1 tokens for 2"),
-        ({"logprobs": content(-0.1, None)}, "failed: .*null"),
+        ({"logprobs": content(-0.1, None)}, "not vLLM's: .*null"),
         ({"logprobs": content(-0.1, -9999.0)}, "no log-probability for sampled token 1 of 2"),
         ({"token_ids": [1, 3]}, "log-probabilities of 2 tokens for 2"),  # of another token
         ({"weight_versions": None}, "weight versions"),
@@ -281,7 +287,7 @@ def test_an_error_inside_a_stream_reaches_every_sample(tmp_path: Path):
                 *[client.generate(PROMPT, Sampling(), f"r{i}") for i in range(2)],
                 return_exceptions=True,
             )
-        assert [type(error) for error in got] == [EngineError, EngineError]
+        assert [type(error) for error in got] == [EngineLost, EngineLost]
         assert "engine is dead" in str(got[0])
 
     asyncio.run(run())
@@ -295,7 +301,7 @@ def test_a_stream_that_ends_early_is_an_error_of_the_samples_it_lacks(tmp_path: 
                 *[client.generate(PROMPT, Sampling(), f"r{i}") for i in range(2)],
                 return_exceptions=True,
             )
-        assert isinstance(got[0], EngineError)
+        assert isinstance(got[0], EngineLost)
         assert "broke off" in str(got[0])
         assert not isinstance(got[1], BaseException)
 
@@ -309,23 +315,80 @@ def test_a_late_answer_is_an_error_that_names_the_deadline(tmp_path: Path):
             yield {}
 
         async with Stub(never).serve(tmp_path, request_s=0.2) as client:
-            with pytest.raises(EngineError, match=r"request r did not end within 0\.2 s"):
+            with pytest.raises(EngineLost, match=r"request r did not end within 0\.2 s"):
                 await client.generate(PROMPT, Sampling(), "r")
 
     asyncio.run(run())
 
 
-def test_a_server_that_is_not_there_is_an_error(tmp_path: Path):
+def test_a_server_that_is_not_there_is_lost(tmp_path: Path):
     async def run():
         client = Client(tmp_path / "nothing", Engine())
-        with pytest.raises(EngineError, match="request r failed"):
+        with pytest.raises(EngineLost, match="request r failed"):
             await client.generate(PROMPT, Sampling(), "r")
         await client.close()
 
     asyncio.run(run())
 
 
-def test_abort_names_the_requests_as_the_engine_knows_them(tmp_path: Path):
+@pytest.mark.parametrize(("status", "kind"), [(400, EngineError), (500, EngineLost)])
+def test_a_refusal_is_final_and_a_failing_server_is_lost(tmp_path: Path, status: int, kind: type):
+    async def run():
+        async def events(_: dict) -> AsyncIterator[dict]:
+            raise STATUSES[status](text="why not")
+            yield {}
+
+        async with Stub(events).serve(tmp_path) as client:
+            with pytest.raises(EngineError, match=f"was refused with {status}: why not") as caught:
+                await client.generate(PROMPT, Sampling(), "r")
+            assert caught.type is kind
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_sample_that_the_server_ended_for_itself_is_lost_and_not_a_result(
+    tmp_path: Path, reason: str
+):
+    async def run():
+        stub = Stub(only({"choices": [choice(0, [3], reason)]}))
+        async with stub.serve(tmp_path) as client:
+            with pytest.raises(EngineLost, match=f"ended by the server: {reason}"):
+                await client.generate(PROMPT, Sampling(), "r")
+
+    asyncio.run(run())
+
+
+def test_a_lost_server_has_recovered_when_another_answers_at_its_path(tmp_path: Path):
+    async def run():
+        stub = Stub(only({"choices": [choice(0, [4])]}))
+        client = Client(tmp_path / "link", Engine())
+        with pytest.raises(EngineLost):
+            await client.generate(PROMPT, Sampling(), "r1")
+        waiting = asyncio.create_task(client.recovered())
+        async with stub.serve(tmp_path):
+            (tmp_path / "link").symlink_to(tmp_path / "s")
+            await asyncio.sleep(2 * PROBE_S)
+            assert not waiting.done()  # it answers, but it is not well
+            stub.health = 200
+            await waiting
+            assert (await client.generate(PROMPT, Sampling(), "r2")).token_ids.tolist() == [4]
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_server_that_does_not_come_back_is_lost_for_good(tmp_path: Path):
+    async def run():
+        client = Client(tmp_path / "nothing", Engine(start_s=0.3))
+        with pytest.raises(EngineLost, match=r"no server came back .* within 0\.3 s"):
+            await client.recovered()
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_stop_ends_samples_with_what_they_have_and_starts_no_other(tmp_path: Path):
     async def run():
         async def events(_: dict) -> AsyncIterator[dict]:
             await stub.release.wait()
@@ -333,15 +396,38 @@ def test_abort_names_the_requests_as_the_engine_knows_them(tmp_path: Path):
 
         stub = Stub(events)
         async with stub.serve(tmp_path) as client:
-            await client.abort()  # nothing runs: no request, so that nothing else is aborted
-            pending = asyncio.ensure_future(client.generate(PROMPT, Sampling(), "r1"))
+            running = asyncio.ensure_future(client.generate(PROMPT, Sampling(), "r1"))
             while not stub.bodies:
                 await asyncio.sleep(0.001)
-            await client.abort()
-            got = await pending
-        assert stub.aborted == ["generate-tokens-r1"]
-        assert got.finish_reason == "abort"
-        assert got.token_ids.tolist() == [3]
+            # This one is on its way when the stop comes.
+            asked = asyncio.ensure_future(client.generate(PROMPT[:2], Sampling(), "r2"))
+            await asyncio.sleep(0)
+            await client.stop(5)
+            got = [running.result(), asked.result()]
+            later = await client.generate(PROMPT, Sampling(), "r3")
+            await client.recovered()  # whoever waits for the server is not kept
+        assert {"generate-tokens-r1", "generate-tokens-r2"} == set(stub.aborted)
+        assert [a.finish_reason for a in (*got, later)] == ["abort"] * 3
+        assert [a.token_ids.tolist() for a in (*got, later)] == [[3], [3], []]
+        assert [body["request_id"] for body in stub.bodies] == ["r1", "r2"]
+
+    asyncio.run(run())
+
+
+def test_a_stop_does_not_wait_longer_than_it_may_for_a_server_that_hangs(tmp_path: Path):
+    async def run():
+        async def never(_: dict) -> AsyncIterator[dict]:
+            await asyncio.Event().wait()
+            yield {}
+
+        stub = Stub(never)
+        async with stub.serve(tmp_path) as client:
+            running = asyncio.ensure_future(client.generate(PROMPT, Sampling(), "r1"))
+            while not stub.bodies:
+                await asyncio.sleep(0.001)
+            await asyncio.wait_for(client.stop(0.3), 5)
+            assert not running.done()
+            running.cancel()
 
     asyncio.run(run())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's process without vLLM in it: how it is guarded, and what it is told.
 
-A shell script stands in for vLLM; the real one is in tests/e2e.
+A shell script stands in for vLLM, or `stub_server`; the real one is in tests/e2e.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from molt.config import Config
-from molt.records import ConfigError, EngineError
-from molt.rollout.engine import Server
+from molt.records import ConfigError, EngineError, Publication
+from molt.rollout.engine import Server, make_home
 
 
 class Script(Server):
@@ -32,7 +32,9 @@ class Script(Server):
 
 
 def make(tmp_path: Path, script: str, **config) -> Script:
-    server = Script(Config.model_validate(config), 3, tmp_path / "log")
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    server = Script(Config.model_validate(config), 3, home, tmp_path / "log")
     server.script = script
     return server
 
@@ -57,8 +59,6 @@ def test_a_server_that_ends_says_with_which_status(tmp_path: Path, script: str, 
         await server.start()
         with pytest.raises(EngineError, match=f"engine 3 ended with status {status}: see .*log"):
             await server.wait()
-        with pytest.raises(EngineError, match=f"status {status}"):
-            await server.wait_healthy()
         assert server.returncode == status
         await server.stop()
         assert not server.socket.parent.exists()
@@ -99,18 +99,17 @@ def test_stop_lets_the_server_end_itself_and_ends_what_it_leaves(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_a_stopped_server_starts_again(tmp_path: Path):
+def test_a_server_that_failed_gets_no_time_to_wait_for_its_clients(tmp_path: Path):
     async def run():
-        server = make(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 60")
-        pids = set()
-        for _ in range(2):
-            await server.start()
-            pids.add(await asyncio.to_thread(wait_for, tmp_path / "pid"))
-            assert server.returncode is None
-            assert server.socket.parent.exists()
-            await server.stop()
-            (tmp_path / "pid").unlink()
-        assert len(pids) == 2
+        server = make(tmp_path, f"trap '' TERM; echo $$ > {tmp_path}/pid; sleep 60; sleep 60")
+        await server.start()
+        pid = int(await asyncio.to_thread(wait_for, tmp_path / "pid"))
+        began = time.monotonic()
+        await server.stop(0.0)
+        assert time.monotonic() - began < 5
+        assert gone(pid)
+        assert not server.socket.parent.exists()
+        assert server.socket.parent.parent.exists()  # the home of the next one
 
     asyncio.run(run())
 
@@ -138,16 +137,16 @@ def test_a_killed_parent_takes_the_server_and_its_directory_along(tmp_path: Path
 import asyncio
 from pathlib import Path
 from molt.config import Config
-from molt.rollout.engine import Server
+from molt.rollout.engine import Server, make_home
 
 class Script(Server):
     def _command(self):
         return ["/bin/sh", "-c", "sleep 60 & echo $$ $! > {tmp_path}/pids; wait"]
 
 async def main():
-    server = Script(Config(), 0, Path("{tmp_path}/log"))
+    server = Script(Config(), 0, make_home(), Path("{tmp_path}/log"))
     await server.start()
-    Path("{tmp_path}/directory").write_text(f"{{server.socket.parent}}\\n")
+    Path("{tmp_path}/directory").write_text(f"{{server.socket.parent.parent}}\\n")
     await server.wait()
 
 asyncio.run(main())
@@ -167,12 +166,12 @@ asyncio.run(main())
 def test_a_path_too_long_for_a_socket_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
     with pytest.raises(EngineError, match="set TMPDIR to a shorter path"):
-        Server(Config(), 0, tmp_path / "log")
+        make_home()
 
 
 def command(tmp_path: Path, **vllm) -> list[str]:
     config = {"model": {"path": "/m", "max_len": 64}, "run": {"seed": 5}, "engine": {"vllm": vllm}}
-    return Server(Config.model_validate(config), 3, tmp_path / "log")._command()
+    return Server(Config.model_validate(config), 3, tmp_path, tmp_path / "log")._command()
 
 
 def value(arguments: list[str], flag: str) -> str:
@@ -202,3 +201,145 @@ def test_what_exactness_rests_on_cannot_be_replaced(tmp_path: Path):
     assert json.loads(value(arguments, "--weight-transfer-config")) == {"backend": "molt"}
     with pytest.raises(ConfigError, match=r"engine\.vllm\.logprobs_mode is set by Molt itself"):
         command(tmp_path, logprobs_mode="raw_logprobs")
+
+
+# ---------------------------------------------------------------- a server that answers
+
+
+def publication(version: int, workers: int = 1) -> Publication:
+    return Publication(
+        version=version, step=version, address="127.0.0.1", port=1, members=(0, 3),
+        workers=workers, communicator="c",
+    )  # fmt: skip
+
+
+def with_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work, script=None, **engine):
+    """Run `work(server)` with a healthy server that misbehaves as `script` says."""
+    monkeypatch.setenv("STUB_SCRIPT", str(tmp_path / "script.json"))
+    misbehave(tmp_path, **(script or {}))
+    config = {"engine": {"module": "tests.unit.rollout.stub_server", **engine}}
+
+    async def run():
+        home = make_home()
+        server = Server(Config.model_validate(config), 3, home, tmp_path / "log")
+        try:
+            await server.start()
+            await server.wait_healthy()
+            await asyncio.wait_for(work(server), 30)
+        finally:
+            await server.stop(0.0)
+            home.rmdir()  # nothing else is in it
+
+    asyncio.run(run())
+
+
+def misbehave(tmp_path: Path, **script) -> None:
+    (tmp_path / "script.new").write_text(json.dumps(script))
+    (tmp_path / "script.new").replace(tmp_path / "script.json")
+
+
+def test_an_update_goes_through_its_stages_in_order(tmp_path: Path, monkeypatch):
+    async def work(server: Server):
+        bodies = []
+        request = server._request
+
+        async def spy(method, path, body):
+            bodies.append((path, body))
+            return await request(method, path, body)
+
+        monkeypatch.setattr(server, "_request", spy)
+        timings = await server.update(publication(4))
+        await server.update(publication(5))
+        paths = [path for path, _ in bodies]
+        assert paths[:8] == [
+            "/pause?mode=keep&clear_cache=true", "/get_world_size",
+            "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+            "/finish_weight_update", "/reset_prefix_cache", "/resume",
+        ]  # fmt: skip
+        assert "/init_weight_transfer_engine" not in paths[8:]  # the communicator is the same
+        info = dict(bodies)["/init_weight_transfer_engine"]["init_info"]
+        assert (info["rank_offset"], info["world"]) == (2, 3)  # trainer, engine 0, engine 3
+        assert dict(bodies)["/finish_weight_update"] == {"weight_version": "5"}
+        assert 0 < timings["receive_s"] <= timings["pause_s"]
+
+    with_stub(tmp_path, monkeypatch, work)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("500", "engine 3 answered /update_weights with 500: update_weights is broken"),
+        ("die", "engine 3 broke off /update_weights"),
+        ("hang", r"engine 3 did not answer /update_weights within 0\.5 s"),
+    ],
+)
+def test_an_update_that_fails_names_its_stage(tmp_path: Path, monkeypatch, how: str, message: str):
+    async def work(server: Server):
+        with pytest.raises(EngineError, match=message):
+            await server.update(publication(1))
+
+    with_stub(tmp_path, monkeypatch, work, {"update_weights": how}, update_s=0.5)
+
+
+def test_a_trainer_that_counts_other_workers_is_refused(tmp_path: Path, monkeypatch):
+    async def work(server: Server):
+        with pytest.raises(EngineError, match="engine 3 has 1 workers, the trainer expects 2"):
+            await server.update(publication(1, workers=2))
+
+    with_stub(tmp_path, monkeypatch, work)
+
+
+def test_an_engine_without_progress_hangs_and_one_with_progress_or_without_work_does_not(
+    tmp_path: Path, monkeypatch
+):
+    async def work(server: Server):
+        watch = asyncio.create_task(server.watch())
+        for quiet in ({"running": 0, "grows": 0}, {"running": 2, "grows": 1}):
+            misbehave(tmp_path, **quiet)
+            done, _ = await asyncio.wait({watch}, timeout=1.5)
+            assert not done
+        misbehave(tmp_path, running=2, grows=0)
+        with pytest.raises(EngineError, match=r"engine 3 hangs: it has 2 requests .* for 0\.8 s"):
+            await watch
+
+    with_stub(tmp_path, monkeypatch, work, stall_s=0.8)
+
+
+def test_an_engine_that_is_paused_for_an_update_does_not_hang(tmp_path: Path, monkeypatch):
+    async def work(server: Server):
+        watch = asyncio.create_task(server.watch())
+        update = asyncio.create_task(server.update(publication(1)))
+        done, _ = await asyncio.wait({watch, update}, timeout=1.5)
+        assert not done
+        misbehave(tmp_path, running=2, grows=0)  # it goes on, and stands still afterwards
+        update.cancel()
+        watch.cancel()
+
+    script = {"running": 2, "grows": 0, "update_weights": "hang"}
+    with_stub(tmp_path, monkeypatch, work, script, stall_s=0.4)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"health": "500"}, "engine 3 is dead"),  # vLLM's process outlives its engine
+        ({"health": "die"}, "engine 3 answers no more"),
+    ],
+)
+def test_a_dead_engine_is_noticed(tmp_path: Path, monkeypatch, script: dict, message: str):
+    async def work(server: Server):
+        misbehave(tmp_path, **script)
+        with pytest.raises(EngineError, match=message):
+            await server.watch()
+
+    with_stub(tmp_path, monkeypatch, work)
+
+
+def test_a_server_that_does_not_answer_hangs(tmp_path: Path, monkeypatch):
+    async def work(server: Server):
+        monkeypatch.setattr("molt.rollout.engine.ANSWER_S", 0.2)
+        misbehave(tmp_path, health="hang")
+        with pytest.raises(EngineError, match="engine 3 hangs: it does not answer"):
+            await server.watch()
+
+    with_stub(tmp_path, monkeypatch, work, stall_s=0.5)

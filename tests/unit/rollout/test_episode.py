@@ -12,6 +12,7 @@ from molt.agents import Env, Result
 from molt.agents.add import Add
 from molt.agents.guess import Guess
 from molt.records import AgentError, Sampling
+from molt.rollout.client import Completion, EngineLost
 from molt.rollout.episode import Episode, Limits, play
 from molt.rollout.render import Renderer
 from molt.rollout.session import Session
@@ -111,6 +112,40 @@ def test_an_agent_that_never_returns_is_ended_by_its_deadline():
 
     with pytest.raises(AgentError, match=r"took longer than .* agent\.timeout_s"):
         run(Stuck, answers("x"), timeout_s=0.05)
+
+
+class Away(Scripted):
+    """An engine that dies under each request and takes longer to return than an agent may."""
+
+    def __init__(self, *answers: list[int]) -> None:
+        super().__init__(*answers)
+        self.here = False
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
+        if not self.here:
+            await asyncio.sleep(0.2)
+            raise EngineLost("connection reset")
+        self.here = False
+        return await super().generate(ids, sampling, request_id)
+
+    async def recovered(self) -> None:
+        await asyncio.sleep(0.35)
+        self.here = True
+
+
+def test_an_agents_time_stands_still_while_its_engine_is_away():
+    engine = Away([ord("2"), 0], [ord("5"), 0])
+    assert run(Guess, engine, label=5, timeout_s=0.3).reward == 1.0
+
+
+def test_an_agents_time_goes_on_when_its_engine_is_back():
+    class Stuck(Env):
+        async def step(self, action: str) -> Result:
+            await asyncio.Event().wait()
+            return Result()
+
+    with pytest.raises(AgentError, match=r"agent\.timeout_s"):
+        run(Stuck, Away([ord("2"), 0]), timeout_s=0.3)
 
 
 def test_a_conversation_that_fills_the_model_is_truncated_and_keeps_its_tokens():

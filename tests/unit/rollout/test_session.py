@@ -2,13 +2,15 @@
 """The session keeps exactly the tokens that were generated, whatever the conversation's shape."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
-from molt.records import Sampling
-from molt.rollout.client import Completion
+from molt.records import EngineError, Sampling
+from molt.rollout.client import Completion, EngineLost
 from molt.rollout.session import Session
+from molt.store.partials import Part
 
 
 class Scripted:
@@ -26,6 +28,9 @@ class Scripted:
         spans = np.array([[len(tokens), self.version]], np.int64)
         reason = "stop" if len(tokens) == len(answer) else "length"
         return Completion(tokens, logprobs, spans, reason)
+
+    async def recovered(self) -> None:
+        raise AssertionError("nothing was lost")
 
 
 def ids(*values: int) -> np.ndarray:
@@ -75,3 +80,82 @@ def test_the_token_limit_is_lowered_to_what_the_model_can_hold():
     assert session.room(session.nodes[0], ids(9, 9, 9)) == 0
     with pytest.raises(ValueError, match="no room"):
         asyncio.run(session.generate(session.nodes[0], ids(9, 9, 9), Sampling()))
+
+
+class Policy:
+    """An engine whose next token is a function of the tokens before it, token 0 ends.
+
+    `stop_after` tokens in all it is stopped; a `lost` request is the n-th one.
+    """
+
+    def __init__(self, stop_after: int | None = None, lost: tuple[int, ...] = (), version: int = 1):
+        self.left, self.lost, self.version = stop_after, set(lost), version
+        self.num_requests = self.num_tokens = self.num_recoveries = 0
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
+        self.num_requests += 1
+        if self.num_requests in self.lost:
+            raise EngineLost("connection reset")
+        tokens, reason = ids.tolist(), "length"
+        start = len(tokens)
+        while len(tokens) - start < sampling.max_tokens:
+            if self.left is not None and self.num_tokens >= self.left:
+                reason = "abort"
+                break
+            tokens.append(int(sum(t * (i + 3) for i, t in enumerate(tokens)) * 7919 % 13))
+            self.num_tokens += 1
+            if tokens[-1] == 0:
+                reason = "stop"
+                break
+        got = np.array(tokens[start:], np.int32)
+        spans = np.array([[len(got), self.version]] if len(got) else [], np.int64).reshape(-1, 2)
+        return Completion(got, -got.astype(np.float32), spans, reason)
+
+    async def recovered(self) -> None:
+        self.num_recoveries += 1
+
+
+def test_weights_that_change_between_chunks_are_told_apart():
+    engine = Policy()
+
+    def publish(part: Part) -> None:  # after every chunk
+        engine.version += 1
+
+    session = Session("s", engine, 500, chunk_tokens=2, log=publish)
+    asyncio.run(session.generate(None, ids(4), Sampling(max_tokens=5)))
+    (path,) = session.paths()
+    sampled = len(path.token_ids) - 1
+    assert sampled > 2  # or nothing is shown
+    assert path.version_spans.tolist() == [
+        [1 + min(2 * i, sampled), i] for i in range(1, -(-sampled // 2) + 1)
+    ]
+
+
+def test_a_completion_with_stop_strings_is_asked_for_whole():
+    engine = Scripted([5] * 8)
+    session = Session("s", engine, 100, chunk_tokens=2)
+    asyncio.run(session.generate(None, ids(1), Sampling(max_tokens=20, stop=("x",))))
+    assert engine.limits == [20]
+
+
+def test_an_engine_that_is_lost_again_and_again_is_given_up():
+    session = Session("s", Policy(lost=tuple(range(1, 20))), 100)
+    with pytest.raises(EngineError, match="6th time in a row"):
+        asyncio.run(session.generate(None, ids(1), Sampling()))
+
+
+def test_an_engine_that_answers_no_token_is_not_asked_for_ever():
+    session = Session("s", Scripted([]), 100, chunk_tokens=2)
+    with pytest.raises(EngineError, match="s-1 has no token: stop"):
+        asyncio.run(session.generate(None, ids(1), Sampling()))
+
+
+def test_a_completion_that_was_stopped_at_its_last_token_is_whole():
+    class Stopping(Scripted):
+        async def generate(self, ids: np.ndarray, sampling: Sampling, request_id: str):
+            got = await super().generate(ids, sampling, request_id)
+            return dataclasses.replace(got, finish_reason="abort")
+
+    session = Session("s", Stopping([5, 6, 7]), 100)
+    node = asyncio.run(session.generate(None, ids(1), Sampling(max_tokens=3)))
+    assert node.completion.finish_reason == "length"

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
+import resource
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from molt.config import Config, dump
 from molt.records import ConfigError, StoreError
 from molt.store.run import RunDir
 from molt.trainer import checkpoint, recipe
-from molt.trainer.checkpoint import Marker
+from molt.trainer.checkpoint import Marker, Saving
 from molt.trainer.export import export, write
 from molt.trainer.policy import Policy, build
+from tests.unit.trainer import toy
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,17 @@ def policy(config: Config) -> Policy:
 
 
 def save(run: Path, step: int, policy: Policy, keep: int = 2) -> Path:
-    return checkpoint.save(run, Marker(step=step, version=step + 1, lineage=3), policy, 0, keep)
+    saving = begin(run, step, policy)
+    saving.finish(keep)
+    return saving.path
+
+
+def begin(run: Path, step: int, policy: Policy) -> Saving:
+    return Saving(run, Marker(step=step, version=step + 1, lineage=3), policy)
+
+
+def newest(run: Path) -> tuple[Path, Marker] | None:
+    return max(checkpoint.complete(run).items(), default=None, key=lambda item: item[1].step)
 
 
 def steps(run: Path) -> list[str]:
@@ -55,14 +70,16 @@ def change(policy: Policy) -> None:
 def test_the_newest_checkpoint_is_found_with_its_cursor_and_loads(
     run: Path, policy: Policy
 ) -> None:
-    assert checkpoint.newest(run) is None
+    assert newest(run) is None
     save(run, 9, policy)
     saved = {name: tensor.clone() for name, tensor in policy.weights()}
     change(policy)
     path = save(run, 10, policy)
     assert path == run / "checkpoints/step-000010"
-    assert checkpoint.newest(run) == (path, Marker(step=10, version=11, lineage=3))
-    checkpoint.load(run / "checkpoints/step-000009", policy)
+    found = newest(run)
+    assert found is not None and found[0] == path
+    assert (found[1].step, found[1].version, found[1].lineage) == (10, 11, 3)
+    policy.load(run / "checkpoints/step-000009")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in policy.weights())
 
 
@@ -81,8 +98,10 @@ def test_without_a_whole_marker_it_is_no_checkpoint(
     half.unlink()
     if marker is not None:
         half.write_bytes(marker)
-    found = checkpoint.newest(run)
+    found = newest(run)
     assert found is not None and found[1].step == 6
+    marker_of_6 = checkpoint.restore(run, policy)
+    assert marker_of_6 == found[1]
     assert "step-000007, which is not complete" in caplog.text
 
 
@@ -100,10 +119,128 @@ def test_a_save_that_died_leaves_the_one_before_and_is_done_again(
     with monkeypatch.context() as patch, pytest.raises(Died):
         patch.setattr(policy, "save", die)
         save(run, 2, policy)
-    found = checkpoint.newest(run)
+    found = newest(run)
     assert found is not None and found[1].step == 1
-    checkpoint.load(save(run, 2, policy), policy)
+    policy.load(save(run, 2, policy))
     assert steps(run) == ["step-000001", "step-000002"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(run: Path, policy: Policy) -> None:
+    saved = {name: tensor.clone() for name, tensor in policy.weights()}
+    saving = begin(run, 1, policy)
+    change(policy)  # before it is on the disk, in all likelihood
+    saving.finish(keep=1)
+    policy.load(saving.path)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in policy.weights())
+
+
+def test_the_older_checkpoint_stays_until_the_newer_one_is_complete(
+    run: Path, policy: Policy
+) -> None:
+    save(run, 1, policy, keep=1)
+    saving = begin(run, 2, policy)
+    found = newest(run)
+    assert found is not None and found[1].step == 1
+    assert saving.finish(keep=1) == [2]
+
+
+def test_a_write_that_fails_is_named_and_keeps_the_older_checkpoint(
+    run: Path, policy: Policy
+) -> None:
+    save(run, 1, policy)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # of a file; the model has 1.2 MB
+    try:
+        with pytest.raises(
+            StoreError, match=r"step-000002 was not written, rank 0: \w+Error: .* GiB"
+        ):
+            save(run, 2, policy)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [marker.step for marker in checkpoint.complete(run).values()] == [1]
+    save(run, 2, policy)
+    assert [marker.step for marker in checkpoint.complete(run).values()] == [1, 2]
+
+
+def test_a_changed_or_cut_file_makes_the_one_before_the_newest(
+    run: Path, policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run, 1, policy, keep=3)
+    flipped = save(run, 2, policy, keep=3) / "__0_0.distcp"
+    cut = save(run, 3, policy, keep=3) / "__0_0.distcp"
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 16
+    flipped.write_bytes(data)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    marker = checkpoint.restore(run, policy)
+    assert marker is not None and marker.step == 1
+    assert "step-000003: __0_0.distcp was cut or changed" in caplog.text
+    assert "step-000002: __0_0.distcp was cut or changed" in caplog.text
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_never_comes_back(
+    run: Path, policy: Policy
+) -> None:
+    save(run, 1, policy, keep=3)
+    file = save(run, 2, policy, keep=3) / "__0_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    marker = checkpoint.restore(run, policy)
+    assert marker is not None and marker.step == 1
+    checkpoint.abandon(run, marker.step)
+    file.write_bytes(whole)  # a disk that only failed for a while
+    marker = checkpoint.restore(run, policy)
+    assert marker is not None and marker.step == 1
+    save(run, 2, policy)
+    marker = checkpoint.restore(run, policy)
+    assert marker is not None and marker.step == 2
+
+
+def test_ranks_share_the_files_and_all_take_the_same_checkpoint(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", b"").path
+    restored = toy.on_ranks(2, save_damage_restore, tmp_path, run)
+    assert restored == [(2, ["0", "1"], 20), (2, ["0", "1"], 20)]
+
+
+def save_damage_restore(rank: int, world: int, run: Path) -> tuple[int, list[str], int]:
+    """Three checkpoints; of the newest, the file that is rank 1's to check is damaged."""
+    policy: Any = OneNumber()
+    for step in (1, 2, 3):
+        policy.number = 10 * step
+        saving = begin(run, step, policy)
+        while not saving.done():
+            pass
+        assert saving.finish(keep=2) == [1, 2, 3][max(0, step - 2) : step]
+    (run / "checkpoints/step-000003/1").write_text("31")
+    dist.barrier()
+    marker = checkpoint.restore(run, policy)
+    assert marker is not None
+    return marker.step, sorted(marker.files), policy.number
+
+
+class OneNumber:
+    """A policy as far as checkpoints see one: each rank writes a file."""
+
+    number = 0
+
+    def save(self, path: Path) -> "Future[None]":
+        (path / str(dist.get_rank())).write_text(str(self.number))
+        written: Future[None] = Future()
+        written.set_result(None)
+        return written
+
+    def load(self, path: Path) -> None:
+        self.number = int((path / str(dist.get_rank())).read_text())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_nothing(
+    run: Path, policy: Policy
+) -> None:
+    assert checkpoint.restore(run, policy) is None
+    file = save(run, 1, policy) / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(StoreError, match="none of the 1 complete checkpoints"):
+        checkpoint.restore(run, policy)
 
 
 def test_an_exported_checkpoint_is_a_hugging_face_directory(

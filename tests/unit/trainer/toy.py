@@ -7,6 +7,7 @@ ranks that do not run the same passes hang here as they would with a large model
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,11 @@ class ToyPolicy:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, _whole(p.detach())) for name, p in self.model.named_parameters())
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> "Future[None]":
         torch.save(dict(self.weights()), path / "toy.pt")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def load(self, path: Path, optimizer: bool = True) -> None:
         self.model.load_state_dict(torch.load(path / "toy.pt"))

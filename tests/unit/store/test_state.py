@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt.coordinator import pool
-from molt.coordinator.state import State
 from molt.records import (
     Checkpoint,
     Epoch,
@@ -21,11 +20,14 @@ from molt.records import (
     PublishEnd,
     Record,
     Restore,
+    Retire,
     StoreError,
+    Void,
     Where,
 )
+from molt.store.state import State
 
-RULES = pool.Rules(groups=2, max_lag=1, cap=0, wait=True, steps=50, seed=0, num_prompts=5)
+RULES = pool.Rules(groups=2, max_lag=1, cap=0, wait=True, steps=500, seed=0, num_prompts=5)
 NOWHERE = Where(path="", offset=0, length=0, hash="")
 
 
@@ -102,8 +104,11 @@ class Simulation:
 
     def restart(self) -> None:
         """Every process is gone; the journal is folded again and a new epoch begins."""
-        self.state = fold(self.records)
+        state = fold(self.records)
+        assert msgspec.json.decode(msgspec.json.encode(state), type=State) == state == self.state
         self.journal(Epoch(epoch=self.state.epoch + 1, run="r"))
+        for lease in list(self.state.leases.values()):
+            self.journal(LeaseEnd(lease=lease.lease, group=lease.group, reason="attempt ended"))
 
 
 ACTIONS = st.one_of(
@@ -129,7 +134,7 @@ def test_any_schedule_keeps_the_bound_and_trains_each_group_once(actions, max_la
     assert len(planned) == len(set(planned))
     assert all(len(plan) == groups for plan in sim.trained)
     assert all(lag <= max_lag for lag in sim.lags)
-    accounted = set(planned) | set(sim.state.ready) | set(sim.state.leases) | sim.state.returned
+    accounted = {*planned, *sim.state.ready, *sim.state.leases, *sim.state.returned}
     dropped = {r.group for r in sim.records if isinstance(r, Group) and r.status != "ready"}
     assert accounted | dropped == set(range(sim.state.cursor))
 
@@ -158,9 +163,8 @@ def test_a_group_of_an_old_lease_is_fenced():
 
 
 def test_groups_that_came_back_are_leased_before_the_cursor_moves():
-    state = fold(
-        [*started(), Lease(lease=1, group=0, prompt=0, version=1), Epoch(epoch=2, run="r")]
-    )
+    lease = Lease(lease=1, group=0, prompt=0, version=1)
+    state = fold([*started(), lease, LeaseEnd(lease=1, group=0, reason="lapsed")])
     assert [x.group for x in pool.train_leases(state, RULES, 3, "r", 1)] == [0, 1, 2]
 
 
@@ -204,29 +208,115 @@ def test_plans_behind_a_restored_checkpoint_are_kept_for_replay():
             sim.finish(0, "ready")
         sim.step()
         if sim.state.step in (1, 2):
-            sim.journal(Checkpoint(step=sim.state.step, path="", version=sim.state.version))
+            step = sim.state.step
+            sim.journal(Checkpoint(step=step, oldest=step - 1, path="", version=sim.state.version))
     sim.restart()
     sim.journal(Restore(step=2, lineage=2, version=sim.state.version))
-    assert sim.state.unpublished == 2
+    assert pool.room(sim.state, RULES) == 0  # the two plans in reach are cut already
     assert {3, 4} <= sim.state.plans.keys()
     assert 1 not in sim.state.plans
     assert pool.groups_of(sim.state, sim.state.plans[3])[0].group == sim.trained[2][0]
 
 
-def test_abandoned_weights_count_from_the_fork():
-    records = [*started()]
-    for step in (1, 2, 3):  # versions 2, 3, 4
-        records += [
-            PublishBegin(version=step + 1, step=step, lineage=1),
-            PublishEnd(version=step + 1),
-        ]
-    state = fold([*records, Restore(step=1, lineage=2, version=4)])
-    # tokens of version 4 (step 3) descend from step 1 on the new lineage: at step 1 they are not
-    # old
-    assert state.lag(4, step=1) == 0
-    assert state.lag(1, step=1) == 1
-    state.apply(PublishBegin(version=5, step=1, lineage=2))
-    assert state.next_version == 6
+def trained(num_steps: int) -> Simulation:
+    """A run of two groups a plan, with a plan more of groups that are ready."""
+    sim = Simulation(RULES)
+    for step in range(num_steps + 1):
+        sim.lease(2)
+        sim.finish(0, "ready")
+        sim.finish(0, "ready")
+        if step < num_steps:
+            sim.step()
+    return sim
+
+
+def test_a_replay_leads_to_the_same_weights_so_abandoned_tokens_keep_their_lag():
+    sim = trained(3)  # versions 2, 3, 4 after steps 1, 2, 3; groups 6 and 7 are of version 4
+    sim.journal(Restore(step=1, lineage=2, version=4))
+    assert sim.state.lag(4, step=1) == 0  # not older than what they descend from
+    assert sim.state.lag(4, step=4) == 1
+    assert sim.state.next_version == 5
+
+
+def test_where_a_plan_is_voided_lineages_part_and_lag_counts_from_there():
+    sim = trained(3)
+    sim.journal(Restore(step=1, lineage=2, version=4))
+    sim.journal(Void(step=3, groups=(4,), reason="unreadable"))
+    assert sim.state.lag(4, step=4) == 2  # their weights are those of step 2, and then others
+    assert sim.state.lag(2, step=4) == 3
+    assert set(sim.state.returned) == {4}
+    assert set(sim.state.ready) == {5, 6, 7}
+
+
+def test_a_void_plan_is_cut_anew_when_its_turn_comes():
+    sim = trained(3)
+    sim.journal(Restore(step=1, lineage=2, version=4))
+    sim.journal(Void(step=2, groups=(2, 3), reason="unreadable"))
+    plan = pool.cut_plan(sim.state, RULES)
+    assert plan is not None and plan.step == 2
+    assert plan.groups == (6, 7)  # the groups of plan 3 stay where they are
+    sim.journal(plan)
+    assert pool.cut_plan(sim.state, RULES) is None  # 4 is next
+
+
+def test_a_void_plan_makes_room_even_when_the_pool_has_nothing_ready():
+    sim = Simulation(RULES)
+    for _ in range(4):
+        sim.lease(2)
+        sim.finish(0, "ready")
+        sim.finish(0, "ready")
+        sim.step()
+    sim.journal(Restore(step=0, lineage=2, version=5))
+    assert pool.room(sim.state, RULES) == 0
+    sim.journal(Void(step=1, groups=(0,), reason="unreadable"))
+    assert pool.room(sim.state, RULES) == 1  # group 1 is ready
+    (lease,) = pool.train_leases(sim.state, RULES, 1, "r", 5)
+    assert lease.group == 0
+
+
+def test_a_plan_remembers_the_lags_of_its_cut():
+    sim = trained(1)
+    plan = pool.cut_plan(sim.state, RULES)
+    assert plan is not None and plan.steps == ((2, 1),)
+
+
+def test_a_resumed_group_counts_from_its_oldest_token():
+    state = fold(started())
+    state.apply(Lease(lease=1, group=0, prompt=0, version=1))
+    state.apply(LeaseEnd(lease=1, group=0, reason="lapsed"))
+    fresh, resumed = (pool.train_leases(state, RULES, 1, "r", 7, r)[0] for r in ((), (0,)))
+    assert (fresh.version, resumed.version) == (7, 1)
+
+
+def test_shards_are_spent_when_no_kept_checkpoint_can_need_a_group_of_them():
+    sim = Simulation(RULES)
+    sim.lease(4)
+    for group, name in enumerate("aabb"):
+        where = Where(path=f"shards/r/{name}", offset=0, length=0, hash="")
+        record = group_of(sim.state.leases[group], "filtered" if group == 3 else "ready")
+        sim.journal(msgspec.structs.replace(record, where=where))
+    sim.step()  # trains the groups of a
+    sim.journal(Checkpoint(step=1, oldest=0, path="", version=2))
+    assert sim.state.spent == ()
+    sim.journal(Checkpoint(step=1, oldest=1, path="", version=2))
+    assert sim.state.spent == ("shards/r/a",)  # group 2 in b is still to be trained
+    sim.journal(Retire(paths=sim.state.spent))
+    assert (sim.state.spent, sim.state.retired) == ((), ("shards/r/a",))
+
+
+def test_the_state_does_not_grow_with_the_run():
+    sizes = []
+    sim = Simulation(RULES)
+    for step in range(1, 201):
+        sim.lease(2)
+        sim.finish(0, "ready")
+        sim.finish(0, "filtered" if step % 3 == 0 else "ready")
+        sim.step()
+        if sim.state.step:
+            at = sim.state.step
+            sim.journal(Checkpoint(step=at, oldest=max(0, at - 1), path="", version=at))
+        sizes.append(len(msgspec.json.encode(sim.state)))
+    assert sizes[-1] < 1.2 * sizes[20]
 
 
 def test_a_plan_of_groups_that_are_not_ready_is_refused():
