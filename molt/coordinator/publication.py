@@ -134,6 +134,9 @@ class Publications:
             log.warning("publication of version %d failed: %s", version, reason)
             self._error, self.failed = reason, version
             self.failures += 1
+            for engine in self._members:  # its server is started again, unless it says otherwise
+                if self.held(engine) < version and engine in self.engines:
+                    self.engines[engine].incarnation = ""
 
     def outcome(self, version: int, now: float) -> str | None:
         """None while `version` is on its way, "" once every member holds it, else why it failed."""

@@ -177,9 +177,12 @@ class Training:
             held = evals.holding and self._can_generate
             return q.fresh in publications.asked or (publications.ready(_now()) and not held)
 
-        free = await self._changes.until(Topic.WEIGHTS, answerable, c.POLL_S)
+        def hopeless() -> bool:
+            return self._leases.stopping and not publications.up
+
+        await self._changes.until(Topic.WEIGHTS, lambda: answerable() or hopeless(), c.POLL_S)
         self._check(q.lineage)
-        if not free:
+        if not answerable():
             return c.PublishReply()
         async with self._beginning:
             if publications.current is None and q.fresh not in publications.asked:

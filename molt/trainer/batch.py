@@ -170,7 +170,7 @@ def _arrays(
     temperature = np.ones(len(tokens), np.float32)
     temperature[action_mask] = np.repeat(sampling["temperature"], spans["end"] - spans["start"])
     version_ends = versions["end"] + np.repeat(starts, np.diff(versions_of_row))
-    lag = [lags.get(v, 0) for v in versions["version"].tolist()]  # one a span; −1 = never
+    lag = [lags[v] if v >= 0 else 0 for v in versions["version"].tolist()]  # one a span; −1 = never
     return {
         "tokens": tokens,
         "lengths": np.diff(offsets),

@@ -11,6 +11,9 @@
 | step | batch, policy | updated policy, metrics | every rank |
 | publish | gathered weights | a version | every engine's acknowledgement |
 
+A publication that fails is repeated with the weights of the moment; a plan with a group that a rank
+cannot read is void, and another is asked for; a checkpoint is written while training goes on.
+
 Rank 0 alone talks to the coordinator and passes what it hears to the others over gloo, in rounds as
 short as one long poll, so that a rank that waits for a plan is never mistaken for one that hangs.
 """

@@ -2,8 +2,8 @@
 """Files that were cut, flipped, deleted or never belonged here.
 
 What can be produced again is; anything else is refused with one line, and nothing is touched. All
-tests start from copies of one run that was killed in step 5: the checkpoints of steps 2 and 4 are
-complete, plan 5 is cut, and groups were ready and under way.
+tests start from copies of one run that was killed after it told of the checkpoint of step 4: plan 5
+is trained, since checkpoints are written beside the next step, and groups are ready and under way.
 """
 
 import random
@@ -21,6 +21,7 @@ from molt.store.verify import verify
 from tests.faults.conftest import SEED, Make
 from tests.faults.harness import Run
 from tests.faults.inject import Fault
+from tests.faults.points import CALL
 
 MESSAGE = 8  # bytes: Arrow aligns its messages so
 
@@ -30,7 +31,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """The run that is copied."""
     run = Run(tmp_path_factory.mktemp("killed"))
     try:
-        run.train(Fault("trainer", "molt.trainer.loop:train_step", "kill all", nth=5))
+        run.train(Fault("trainer", CALL, "kill all", "after", "^/checkpoint ", nth=2))
         yield run
     finally:
         run.close()

@@ -227,7 +227,7 @@ def test_a_loaded_policy_goes_on_as_if_it_had_never_stopped(model: Path, tmp_pat
     first = policy(model)
     for d in batches[:3]:
         train(first, d)
-    first.save(tmp_path)
+    first.save(tmp_path).result()
     losses = [train(first, d) for d in batches[3:]]
     second = policy(model, optim={"betas": [0.5, 0.95]})
     train(second, batches[0])  # what it did before must not matter
@@ -258,7 +258,7 @@ def two_ranks(rank: int, world: int, model: Path, path: Path) -> dict[str, dict[
         found[layout] = {"weights": weights, "logprobs": before, "gradients": gradients(ours)}
         found[layout]["norm"] = ours.clip(1e9, scale=world)  # FSDP averages over ranks
         train(ours, batches[0])
-        ours.save(path / layout)
+        ours.save(path / layout).result()
         found[layout]["saved"] = dict(ours.weights())
         found[layout]["losses"] = [train(ours, batches[0]) for _ in range(3)]
         again = AutoModelPolicy(config, rank, world)
