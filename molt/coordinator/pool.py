@@ -124,5 +124,5 @@ def _would_be_late(state: State, rules: Rules, step: int, rest: list[Group]) -> 
 
 
 def groups_of(state: State, plan: Plan) -> tuple[Group, ...]:
-    """The records of a plan's groups, in its order."""
-    return tuple(state.planned[g] for g in plan.groups)
+    """The records of a plan's groups, in its order, whether it is in the journal yet or not."""
+    return tuple(state.planned.get(g) or state.ready[g] for g in plan.groups)

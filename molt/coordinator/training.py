@@ -102,8 +102,9 @@ class Training:
         plan = self._plan(q.step)
         if plan is None:
             return c.PlanReply()
+        groups = pool.groups_of(state, plan)  # now: once it is durable it may be forgotten
         await self._commits.commit(*([] if plan.step in state.plans else [plan]))
-        return c.PlanReply(plan=plan, groups=pool.groups_of(state, plan))
+        return c.PlanReply(plan=plan, groups=groups)
 
     async def void(self, q: c.VoidRequest) -> c.Empty:
         """Take a plan back whose groups the trainer cannot read."""

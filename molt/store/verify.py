@@ -239,11 +239,12 @@ def _partials(run: RunDir) -> Iterator[Finding]:
 class _Marker(Struct):
     """What the marker of a checkpoint says about its files."""
 
+    step: int
     files: dict[str, tuple[int, str]]  # name → bytes, xxh3_128
 
 
 def _checkpoints(run: RunDir, state: State) -> Iterator[Finding]:
-    complete: set[Path] = set()
+    complete: set[int] = set()
     size = 0
     for path in sorted(run.checkpoints.glob("step-*")):
         try:
@@ -254,13 +255,16 @@ def _checkpoints(run: RunDir, state: State) -> Iterator[Finding]:
         except (OSError, msgspec.DecodeError) as error:
             yield _problem(f"{path / MARKER} is damaged ({error}): remove this checkpoint")
             continue
-        complete.add(path)
+        complete.add(marker.step)
         for name, (length, digest) in marker.files.items():
             size += length
             yield from _file(path / name, length, digest)
-    for step in sorted({state.oldest, state.checkpoint} - {0}):
-        if run.checkpoint(step) not in complete:
-            yield _problem(f"{run.checkpoint(step)} is in the journal and not here: restore it")
+    for step in sorted({state.oldest, state.checkpoint} - {0} - complete):
+        path = run.checkpoint(step)
+        if max(complete, default=0) > state.checkpoint:
+            yield _leftover(run, path, "removed for a newer one that the journal does not know yet")
+        else:
+            yield _problem(f"{path} is in the journal and not here: restore it")
     yield Finding("checked", f"checkpoints: {len(complete)}, {size / 2**20:.1f} MiB")
 
 

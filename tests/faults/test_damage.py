@@ -103,7 +103,7 @@ def test_a_shard_that_a_plan_needs_is_produced_again(how: str, copy: Run):
         cut(path, MESSAGE * draw.randrange(end))
     copy.finish()
     voids = [r for r in read_journal(copy.path) if isinstance(r, Void)]
-    assert [v.step for v in voids] == [5], copy.story
+    assert voids and min(v.step for v in voids) == 5, copy.story  # other groups may lie in it
     assert group.group in voids[0].groups
     copy.check()
 
@@ -240,7 +240,7 @@ def test_a_directory_with_other_files_is_refused(make: Make):
 def test_two_commands_on_one_directory_do_not_meet(make: Make):
     run = make()
     run.start().until(lambda: list(run.path.glob("logs/attempt-1/address")))
-    second = make(path=run.path)
+    second = make(f"model.path={run.root / 'model'}", path=run.path)
     ended = second.train(alone=False)
     assert ended.status == 2
     assert "another molt train works on" in ended.output

@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -174,10 +175,8 @@ class Attempt:
         self.launcher.spawn(self._stop())
 
     async def _stop(self) -> None:
-        try:
+        with suppress(MoltError):  # not reached, or heard later: the launcher ends all the same
             await self.network.call(c.STOP, c.StopRequest(reason="a person"))
-        except MoltError:
-            return
         await asyncio.sleep(30.0)  # run.stop_s
         self.end()
         self.world.attempt_later()

@@ -191,7 +191,9 @@ class Runner:
         self._finished: list[tuple[Group, list[Token]]] = []
         self._shards, self._partials = 0, 0
         self._written: dict[str, set[int]] = {}  # own partials → groups in them not announced yet
-        self._changed = Event()
+        self._changed = Event()  # there may be room
+        self._gained = Event()  # a session has a token that is not flushed
+        self._ended = Event()  # a group is finished
 
     async def run(self) -> None:
         """Work until told to stop, or until the coordinator is gone for good."""
@@ -278,10 +280,12 @@ class Runner:
         server = self._engine.server
         while len(tokens) < self._world.length(group):
             await asyncio.sleep(self._world.random.random() * pace)
-            await server.serving.wait()
+            while not server.serving.is_set():  # it may have died again since it woke us
+                await server.serving.wait()
             before = tokens[-1] if tokens else None
             tokens.append(Token(server.version, lease.lease, len(tokens), before))
             self._unflushed.setdefault(group, []).append(tokens[-1])
+            self._gained.set()
         status, reason = self._world.verdict(lease)
         versions = [token.version for token in tokens]
         record = Group(
@@ -298,6 +302,7 @@ class Runner:
             version_max=max(versions),
         )
         self._finished.append((record, tokens))
+        self._ended.set()
         self._unflushed.pop(group, None)
         self._work.pop(group)
         self._changed.set()
@@ -306,7 +311,9 @@ class Runner:
 
     async def _flushes(self) -> None:
         while True:
+            await self._gained.wait()
             await asyncio.sleep(self._config.session.flush_s)
+            self._gained.clear()
             await self._flush()
 
     async def _flush(self) -> None:
@@ -324,7 +331,9 @@ class Runner:
 
     async def _publishes(self) -> None:
         while True:
+            await self._ended.wait()
             await asyncio.sleep(self._config.session.shard_age_s)
+            self._ended.clear()
             await self._publish()
 
     async def _publish(self) -> None:

@@ -288,11 +288,13 @@ class Trainer:
         await self._world.point("save.data")
         kept[weights.step] = Checkpoint(weights, version)
         await self._world.point("save.marker")
-        for step in sorted(kept)[: -self._config.checkpoint.keep]:
+        whole = sorted(step for step, saved in kept.items() if not saved.damaged)
+        oldest = whole[-self._config.checkpoint.keep :][0]
+        for step in [s for s in kept if s < oldest]:
             del kept[step]
         await self._world.point("saved")
         q = c.CheckpointRequest(
-            step=weights.step, lineage=self._lineage, oldest=min(kept), path="", version=version
+            step=weights.step, lineage=self._lineage, oldest=oldest, path="", version=version
         )
         await self._network.call(c.CHECKPOINT, q)
         await self._world.point("checkpoint")

@@ -48,6 +48,14 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
+def ends(pid: int) -> bool:
+    """Whether a process that was killed is gone soon."""
+    deadline = time.monotonic() + 5
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return gone(pid)
+
+
 def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -93,7 +101,7 @@ def test_stop_lets_the_server_end_itself_and_ends_what_it_leaves(tmp_path: Path)
         await server.stop()  # safe to repeat
         assert (tmp_path / "farewell").read_text() == "bye\n"
         assert server.returncode == 0
-        assert gone(orphan)
+        assert ends(orphan)
         assert not server.socket.parent.exists()
 
     asyncio.run(run())
@@ -107,7 +115,7 @@ def test_a_server_that_failed_gets_no_time_to_wait_for_its_clients(tmp_path: Pat
         began = time.monotonic()
         await server.stop(0.0)
         assert time.monotonic() - began < 5
-        assert gone(pid)
+        assert ends(pid)
         assert not server.socket.parent.exists()
         assert server.socket.parent.parent.exists()  # the home of the next one
 
@@ -157,8 +165,9 @@ asyncio.run(main())
     assert directory.exists()
     parent.kill()
     parent.wait()
+    assert all(ends(pid) for pid in pids)
     deadline = time.monotonic() + 5
-    while directory.exists() or not all(gone(pid) for pid in pids):
+    while directory.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

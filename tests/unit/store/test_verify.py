@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,15 @@ def run(path: Path, **wrong: Any) -> Path:
     return directory
 
 
-def checkpoint(path: Path, step: int) -> Path:
+def checkpoint(path: Path, step: int, told: bool = True) -> Path:
     """A complete checkpoint of one file, and its record."""
     directory = RunDir(path).checkpoint(step)
     (directory / "model").mkdir(parents=True)
     (directory / "model/data").write_bytes(b"weights")
     files = {"model/data": (7, xxhash.xxh3_128_hexdigest(b"weights"))}
     (directory / "complete.json").write_text(json.dumps({"step": step, "files": files}))
-    append(path, Checkpoint(step=step, path="", version=1, oldest=step))
+    if told:
+        append(path, Checkpoint(step=step, path="", version=1, oldest=step))
     return directory
 
 
@@ -283,6 +285,20 @@ def test_what_a_crash_leaves_is_told_and_is_no_problem(tmp_path: Path) -> None:
         "shards/x/.00000001.arrow.0a0a0a0a.tmp: a temporary file",
     ]
     assert [r.epoch for r in read_journal(path) if isinstance(r, Epoch)] == [1, 3, 4]
+
+
+def test_a_checkpoint_that_went_before_the_journal_heard_of_the_newer_one_is_no_problem(
+    tmp_path: Path,
+) -> None:
+    path = run(tmp_path)
+    checkpoint(path, 5)
+    newer = checkpoint(path, 7, told=False)
+    shutil.rmtree(RunDir(path).checkpoint(5))
+    assert not problems(path)
+    gone = "checkpoints/step-000005: removed for a newer one that the journal does not know yet"
+    assert leftovers(path) == [gone]
+    shutil.rmtree(newer)
+    assert len(problems(path)) == 1
 
 
 def test_verifying_something_else_is_one_line(tmp_path: Path) -> None:
